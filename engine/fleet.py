@@ -1,0 +1,314 @@
+"""The replicas of one model behind one router: requests in, streams out, refits in between."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import anyio
+
+from pitstop.engine.coordinator import Coordinator
+from pitstop.engine.errors import EngineClosed, InvalidRequest, NotServing, PitstopError, UnsupportedPolicy
+from pitstop.engine.flight import Flight
+from pitstop.engine.handle import RefitHandle
+from pitstop.engine.ledger import Ledger
+from pitstop.engine.lifecycle import Phase
+from pitstop.engine.ports import Backend, Booted, Observer, Renderer, Sending, Transport
+from pitstop.engine.prompts import Rendered, render
+from pitstop.engine.refit import RefitOptions
+from pitstop.engine.replica import SETTLED, Replica
+from pitstop.engine.request import Completion, Prompt, RequestLife, SamplingParams
+from pitstop.engine.router import Router
+from pitstop.engine.stream import Completions, Stream
+
+log = logging.getLogger("pitstop.engine")
+
+Service = Callable[[], Coroutine[Any, Any, None]]
+
+
+class Fleet:
+    """Runs replicas. An async context manager; entering waits until every replica has booted.
+
+    One supervisor task owns everything; `async with` only signals it, so entering and leaving may happen in
+    different tasks (as pytest fixtures do).
+    """
+
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        transport: Transport,
+        observer: Observer,
+        *,
+        renderer: Renderer | None = None,
+        services: Sequence[Service] = (),
+        context: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        self._ledger = Ledger()
+        self._observer = observer
+        self.replicas: tuple[Replica, ...] = tuple(
+            Replica(f"replica-{n}", backend, self._ledger, observer, self._changed)
+            for n, backend in enumerate(backends)
+        )
+        self._coordinator = Coordinator(self.replicas, self._ledger, transport, observer)
+        self._router = Router(self.replicas, lambda: self._coordinator.busy)
+        self._services = services
+        self._renderer = renderer
+        self._context = context
+        self._prefix = uuid.uuid4().hex[:8]
+        self._numbers = itertools.count()
+        self._supervisor: asyncio.Task[None] | None = None
+        self._stop: asyncio.Event | None = None
+        self._open = False
+
+    @property
+    def weight_version(self) -> int | None:
+        """The lowest version that any replica serves; None while none does."""
+        return self._ledger.oldest
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        if self._supervisor is not None:
+            raise EngineClosed("an engine can be entered once")
+        self._stop = asyncio.Event()
+        self._supervisor = asyncio.create_task(self._supervise(self._stop), name="pitstop")
+        ready = asyncio.create_task(self._ready())
+        try:
+            await asyncio.wait({ready, self._supervisor}, return_when=asyncio.FIRST_COMPLETED)
+            if self._supervisor.done():
+                ready.cancel()
+                self._supervisor.result()
+            await ready
+        except BaseException:
+            ready.cancel()
+            await self.aclose()
+            raise
+        self._open = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End every request with an error, every replica and every process. Idempotent, bounded."""
+        self._open = False
+        if self._supervisor is None or self._stop is None:
+            return
+        self._stop.set()
+        closing = asyncio.shield(asyncio.gather(self._supervisor, return_exceptions=True))
+        try:
+            await closing
+        except asyncio.CancelledError:
+            await closing
+            raise
+
+    async def _supervise(self, stop: asyncio.Event) -> None:
+        async with anyio.create_task_group() as group:
+            for service in self._services:
+                group.start_soon(service)
+            group.start_soon(self._coordinator.run)
+            async with anyio.create_task_group() as lives:
+                for replica in self.replicas:
+                    lives.start_soon(replica.run)
+                try:
+                    await stop.wait()
+                finally:
+                    for replica in self.replicas:
+                        replica.stop()
+            group.cancel_scope.cancel()
+
+    async def _ready(self) -> None:
+        for replica in self.replicas:
+            await replica.reached(SETTLED)
+            if replica.phase is Phase.DEAD:
+                raise replica.error or NotServing(f"{replica.name} did not boot")
+
+    def _changed(self) -> None:
+        self._router.changed()
+        self._coordinator.changed()
+
+    # -- requests --------------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        session_id: str | None = None,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> Stream:
+        """Stream one request's tokens as they are made.
+
+        Returns:
+            An async iterator of `Chunk`; it starts when first iterated and is aborted when left.
+
+        Raises:
+            InvalidRequest: the prompt or the parameters cannot run. EngineClosed: outside `async with`.
+            Iterating raises ReplicaDied, NotServing, ... after the last chunk.
+        """
+        return Stream(self._flight(prompt, params, session_id, priority, trace_headers, deltas=True))
+
+    def generate_async(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        session_id: str | None = None,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> Completions:
+        """Complete several prompts.
+
+        Returns:
+            An async iterator of `(index, Completion)` in the order they finish. A prompt that cannot run gives
+            a completion with `finish_reason="error"`, and the others are unaffected.
+
+        Raises:
+            EngineClosed: outside `async with`. InvalidRequest: as many parameters as prompts are needed, or one.
+        """
+        self._must_be_open()
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            raise InvalidRequest("generate_async takes a sequence of prompts; put a single prompt into a list")
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidRequest(f"{len(each)} sampling parameters for {len(prompts)} prompts")
+
+        def starter(prompt: Prompt, one: SamplingParams | None) -> Callable[[], Completion | Flight]:
+            return lambda: self._flight_or_error(prompt, one, session_id, priority, trace_headers)
+
+        return Completions([starter(p, one) for p, one in zip(prompts, each, strict=True)], self._decode)
+
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Completion:
+        """Complete one prompt and return it; raises the completion's error if it has one."""
+        async with self.generate_async([prompt], params, **options) as completions:
+            async for _, completion in completions:
+                if completion.error is not None:
+                    raise completion.error
+                return completion
+        raise EngineClosed("the request never ran")
+
+    def abort(self, request_id: str | None = None) -> int:
+        """End one request, or all, with what they have; return how many that were."""
+        chosen = [
+            f for r in self.replicas for f in list(r.flights.values()) if request_id in (None, f.request_id)
+        ]
+        for flight in chosen:
+            if flight.leg is not None:
+                flight.leg.abort()
+        return len(chosen)
+
+    def _flight(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        session_id: str | None,
+        priority: int,
+        trace_headers: Mapping[str, str] | None,
+        *,
+        deltas: bool,
+    ) -> Flight:
+        self._must_be_open()
+        params = params or SamplingParams()
+        booted = self._booted()
+        rendered: Rendered = render(prompt, params, self._renderer, booted.max_model_len, booted.vocab_size)
+        return Flight(
+            life=RequestLife(f"{self._prefix}-{next(self._numbers)}"),
+            prompt_token_ids=rendered.token_ids,
+            params=params,
+            max_tokens=rendered.max_tokens,
+            admit=self._admit,
+            observer=self._observer,
+            deltas=deltas,
+            text=bool(params.stop) or (deltas and self._renderer is not None),
+            priority=priority,
+            session_id=session_id,
+            trace_headers=trace_headers if trace_headers is not None else self._context(),
+        )
+
+    def _flight_or_error(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        session_id: str | None,
+        priority: int,
+        trace_headers: Mapping[str, str] | None,
+    ) -> Completion | Flight:
+        try:
+            return self._flight(prompt, params, session_id, priority, trace_headers, deltas=False)
+        except InvalidRequest as error:
+            return Completion(
+                request_id=f"{self._prefix}-{next(self._numbers)}",
+                prompt_token_ids=(), token_ids=(), logprobs=(), spans=(), finish_reason="error", error=error,
+            )  # fmt: skip
+
+    async def _admit(self, flight: Flight) -> None:
+        replica = await self._router.admit(flight.session_id)
+        with replica.gate.lease() as commit:
+            leg = await replica.backend.submit(flight.request(f"w{commit.weight_version}"))
+            flight.boarded(replica, leg, commit.weight_version)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._renderer.decode(token_ids) if self._renderer is not None else ""
+
+    def _booted(self) -> Booted:
+        for replica in self.replicas:
+            if replica.booted is not None:
+                return replica.booted
+        raise NotServing("no replica has booted")
+
+    def _must_be_open(self) -> None:
+        if not self._open:
+            raise EngineClosed("use the engine inside its `async with` block")
+
+    # -- weights and lives -------------------------------------------------------------------------------
+
+    def offer(self, make: Callable[[], Awaitable[Sending]], options: RefitOptions, handle: RefitHandle) -> RefitHandle:
+        """Take a refit offer from wherever it comes; return its handle at once."""
+        self._must_be_open()
+        self._coordinator.offer(handle, make, options)
+        return handle
+
+    async def sleep(self, level: int = 1, *, policy: Literal["recompute", "wait", "abort"] = "recompute") -> None:
+        """Give memory back on every serving or idle replica.
+
+        Level 1 keeps the weights in host memory, level 2 discards them, after which only a full refit serves
+        again. The KV cache is dropped by both, so requests in flight cannot `keep` theirs.
+
+        Raises:
+            UnsupportedPolicy: `level` is not 1 or 2, or `policy` is "keep".
+        """
+        self._must_be_open()
+        if level not in (1, 2):
+            raise UnsupportedPolicy(f"sleep level {level} is not 1 or 2")
+        if policy not in ("recompute", "wait", "abort"):
+            raise UnsupportedPolicy("a sleep drops the KV cache: use recompute, wait or abort")
+        able = [r for r in self.replicas if r.phase in (Phase.SERVING, Phase.IDLE)]
+        await self._all(r.sleep(level, policy) for r in able)
+
+    async def wake_up(self) -> None:
+        """Wake every sleeping replica. After level 2 it serves nothing until a refit."""
+        self._must_be_open()
+        await self._all(r.wake() for r in self.replicas if r.phase is Phase.SLEEPING)
+
+    async def restart(self, replica: str | None = None) -> None:
+        """Boot dead replicas anew, one by name or all. They have proven nothing and serve after their next refit."""
+        self._must_be_open()
+        dead = [r for r in self.replicas if r.phase is Phase.DEAD and replica in (None, r.name)]
+        await self._all(r.restart() for r in dead)
+
+    @staticmethod
+    async def _all(calls: Any) -> None:
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for result in results:
+            if isinstance(result, PitstopError):
+                raise result
+            if isinstance(result, BaseException):
+                raise result

@@ -1,0 +1,91 @@
+"""One replica's part in one refit: what to do, how long it may take, and what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pitstop.engine.errors import DeadlineExceeded, PitstopError
+from pitstop.engine.lifecycle import Phase
+from pitstop.engine.refit import RefitOptions, ReplicaReport
+
+T = TypeVar("T")
+
+_PHASE_NAMES = {
+    Phase.SUSPENDING: "suspend",
+    Phase.RECEIVING: "receive",
+    Phase.FINALIZING: "finalize",
+    Phase.RESUMING: "resume",
+}
+
+
+@dataclass(slots=True)
+class Job:
+    """Created by the coordinator, carried by the replica from RefitOffered to the phase that ends it."""
+
+    replica: str
+    refit_id: str
+    weight_version: int
+    options: RefitOptions
+    nbytes: int
+    tensors: int
+    done: asyncio.Future[ReplicaReport]
+    seconds: dict[str, float] = field(default_factory=dict)
+    live: int = 0
+    released: int = 0
+    last_output: float = 0.0
+    bubble: float | None = None
+    error: PitstopError | None = None
+    committed: bool = False
+    _entered: tuple[str, float] | None = None
+
+    def entered(self, phase: Phase) -> None:
+        """Book the time of the phase that ends here."""
+        now = time.monotonic()
+        if self._entered is not None:
+            name, since = self._entered
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - since
+        self._entered = (_PHASE_NAMES[phase], now) if phase in _PHASE_NAMES else None
+
+    def conclude(self) -> None:
+        """Hand the report to whoever waits. Idempotent."""
+        if not self.done.done():
+            report = ReplicaReport(
+                self.replica, self.committed, dict(self.seconds), self.live, self.bubble, self.error
+            )
+            self.done.set_result(report)
+
+
+async def bounded(
+    call: Coroutine[Any, Any, T], seconds: float, *, replica: str, phase: str, peer: str = "engine"
+) -> T:
+    """Run a foreign coroutine in a plain task, for at most `seconds`.
+
+    The task is cancelled once when time is up, and then left alone: an engine call cannot be taken back, and
+    anyio's repeated cancellation would kill the cleaning up inside it.
+
+    Raises:
+        DeadlineExceeded: names replica, phase and peer.
+    """
+    task = asyncio.create_task(call)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if not done:
+        task.cancel()
+        task.add_done_callback(_heard)
+        raise DeadlineExceeded(
+            f"{replica}: {phase} did not end within {seconds:g} s (waiting for {peer})",
+            replica=replica, phase=phase, peer=peer, seconds=seconds,
+        )  # fmt: skip
+    return task.result()
+
+
+def _heard(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,211 @@
+"""The composition root: what an engine is made of. The only place that names adapters, transports and telemetry."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import anyio.to_thread
+
+from pitstop.engine.errors import UnsupportedPolicy, names
+from pitstop.engine.fleet import Fleet
+from pitstop.engine.handle import RefitHandle
+from pitstop.engine.ports import Backend, Observer, Renderer, Sending, default_observer
+from pitstop.engine.refit import Deadlines, Policy, RefitOptions
+
+if TYPE_CHECKING:
+    from pitstop.transports.remote import RemoteSending
+    from pitstop.transports.sources import Publishable
+
+log = logging.getLogger("pitstop.engine")
+
+BACKENDS = ("vllm",)
+
+
+class RolloutEngine(Fleet):
+    """Generation replicas of one model, with streams, refits and a control link for trainers.
+
+    async with RolloutEngine.launch("path/or/hub-id", replicas=2) as engine:
+        async for index, completion in engine.generate_async(prompts, SamplingParams(max_tokens=64)):
+            ...
+        report = await engine.refit(model.named_parameters(), weight_version=1, cast="inventory")
+    """
+
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        *,
+        renderer: Renderer | None = None,
+        observer: Observer | None = None,
+        policy: Policy = "recompute",
+    ) -> None:
+        from pitstop.telemetry.context import capture
+        from pitstop.transports.control import ControlLink
+        from pitstop.transports.shared_memory import SharedMemoryTransport
+
+        # Unix socket paths hold 107 bytes: a folder of the user's choice may be too deep.
+        self._run_dir = Path(tempfile.mkdtemp(prefix="pitstop-"))
+        self._policy: Policy = RefitOptions(policy=policy).policy
+        link = ControlLink(
+            f"ipc://{self._run_dir}/control.sock",
+            run_id=uuid.uuid4().hex,
+            on_offer=self._offered,
+            weight_version=lambda: self.weight_version,
+            tensors=self._inventory_size,
+        )
+        self._link = link
+        super().__init__(
+            backends,
+            SharedMemoryTransport(link),
+            observer or default_observer(),
+            renderer=renderer,
+            services=[link.run],
+            context=capture,
+        )
+
+    @classmethod
+    def launch(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        backend: Literal["vllm"] = "vllm",
+        replicas: int = 1,
+        weight_version: int = 0,
+        engine_args: Mapping[str, Any] | None = None,
+        policy: Policy = "recompute",
+        on_replica_loss: Literal["error"] = "error",
+        observer: Observer | None = None,
+        **backend_options: Any,
+    ) -> RolloutEngine:
+        """Describe an engine; `async with` boots it.
+
+        Args:
+            model: folder of a Hugging Face checkpoint, or a hub id.
+            replicas: engines, each with processes of its own.
+            weight_version: the version that the checkpoint holds.
+            engine_args: the backend's own arguments (vLLM's engine arguments), for every replica.
+            policy: what a refit does to requests in flight unless it says otherwise (`RefitOptions`).
+            on_replica_loss: requests on a replica that is lost end with its error, keeping their tokens.
+            observer: is told what happens; by default what `pitstop.telemetry.configure` installed.
+            backend_options: further arguments of the backend's constructor.
+
+        Raises:
+            UnsupportedPolicy: an option has no such value.
+        """
+        if backend not in BACKENDS:
+            raise UnsupportedPolicy(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
+        if on_replica_loss != "error":
+            raise UnsupportedPolicy(f"on_replica_loss {on_replica_loss!r} is not 'error'")
+        if replicas < 1:
+            raise UnsupportedPolicy(f"replicas is {replicas}, below 1")
+        from pitstop.engine.vllm_backend import TokenizerRenderer, VllmBackend
+
+        args = dict(engine_args or {})
+        made = [
+            VllmBackend(str(model), engine_args=args, weight_version=weight_version, **backend_options)
+            for _ in range(replicas)
+        ]
+        renderer = None
+        if not args.get("skip_tokenizer_init"):
+            renderer = TokenizerRenderer(
+                str(args.get("tokenizer") or model),
+                revision=args.get("tokenizer_revision"),
+                trust_remote_code=bool(args.get("trust_remote_code")),
+            )
+        return cls(made, renderer=renderer, observer=observer, policy=policy)
+
+    @property
+    def address(self) -> str:
+        """Where publishers connect."""
+        return self._link.address
+
+    def refit(
+        self,
+        source: Publishable,
+        *,
+        weight_version: int,
+        cast: Literal["inventory"] | None = None,
+        policy: Policy | None = None,
+        deadlines: Mapping[str, float] | Deadlines | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> RefitHandle:
+        """Bring new weights to every replica; return at once.
+
+        Args:
+            source: `model.named_parameters()`, a mapping of names to tensors, a module, or the folder of a
+                checkpoint. It must stay unchanged until `handle.sent`.
+            weight_version: must be above every version committed before.
+            cast: "inventory" casts floating-point tensors to the dtypes of the model's checkpoint.
+            policy: fate of requests in flight (`RefitOptions`); the engine's by default.
+            deadlines: limits in seconds that differ from `Deadlines`' defaults.
+            headers: W3C trace context to work under; by default the caller's current span.
+
+        Returns:
+            A handle; awaiting it gives the report, or raises what kept every replica from the version
+            (`OfferRejected` and its kinds before anything was suspended, `DigestMismatch`, `PeerLost`, ...).
+        """
+        from pitstop.transports.memory_link import memory_sending
+
+        self._must_be_open()
+        options = self._options(policy, deadlines)
+        said = dict(headers) if headers is not None else dict(self._context())
+        refit_id = uuid.uuid4().hex
+        handle = RefitHandle(refit_id, weight_version)
+        if isinstance(source, str | os.PathLike):
+            path = Path(source)
+
+            async def make() -> Sending:
+                return await anyio.to_thread.run_sync(
+                    lambda: memory_sending(
+                        path, weight_version=weight_version, cast=cast, headers=said, refit_id=refit_id
+                    )
+                )
+        else:
+            # Now, not later: a generator belongs to the caller, and errors in it are the caller's.
+            sending = memory_sending(
+                source, weight_version=weight_version, cast=cast, headers=said, refit_id=refit_id
+            )
+
+            async def make() -> Sending:
+                return sending
+
+        return self.offer(make, options, handle)
+
+    async def aclose(self) -> None:
+        """End every request with an error, every replica and every process. Idempotent, bounded."""
+        try:
+            await super().aclose()
+        finally:
+            shutil.rmtree(self._run_dir, ignore_errors=True)
+
+    def _options(
+        self, policy: str | None, deadlines: Mapping[str, float] | Deadlines | None, base: Deadlines | None = None
+    ) -> RefitOptions:
+        limits = deadlines if isinstance(deadlines, Deadlines) else base or Deadlines()
+        if isinstance(deadlines, Mapping):
+            if unknown := set(deadlines) - set(Deadlines.__dataclass_fields__):
+                raise UnsupportedPolicy(f"no deadlines are named {names(list(unknown))}")
+            limits = replace(limits, **deadlines)
+        return RefitOptions(policy=policy or self._policy, deadlines=limits)  # type: ignore[arg-type]
+
+    def _offered(self, sending: RemoteSending) -> None:
+        self._must_be_open()
+        options = self._options(sending.policy, sending.deadlines)
+
+        async def make() -> Sending:
+            return sending
+
+        offer = sending.offer
+        self.offer(make, options, RefitHandle(offer.refit_id, offer.weight_version))
+
+    def _inventory_size(self) -> int:
+        return next((len(r.booted.inventory.tensors) for r in self.replicas if r.booted), 0)
+
+

@@ -1,0 +1,257 @@
+"""What a refit is, decided without doing it: options, the match of an offer with an inventory, the report. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Any, Final, Literal
+
+from pitstop.engine.errors import (
+    DtypeMismatch,
+    MissingTensors,
+    OfferRejected,
+    PitstopError,
+    RepeatedTensors,
+    ShapeMismatch,
+    UnexpectedTensors,
+    UnsupportedPolicy,
+    hint,
+    names,
+    near,
+)
+from pitstop.engine.worker_ports import Inventory, Manifest, Offer, Routed, TensorSpec, Trailer
+
+Policy = Literal["keep", "recompute", "wait", "abort"]
+POLICIES: Final[tuple[Policy, ...]] = ("keep", "recompute", "wait", "abort")
+
+_GIB: Final = 1 << 30
+_WRAPPERS: Final = frozenset(
+    {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
+)
+_FLOATS: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Limits in seconds. Every wait has one; all but `boot` are settable per refit.
+
+    `receive` grows by `receive_per_gib` for each GiB on the wire; `drain` is the policy `wait`'s own limit, in
+    which requests in flight must end; `silence` is how long a peer may say nothing at all.
+    """
+
+    suspend: float = 30.0
+    drain: float = 600.0
+    receive: float = 120.0
+    receive_per_gib: float = 1.0
+    finalize: float = 60.0
+    resume: float = 10.0
+    control: float = 10.0
+    silence: float = 5.0
+    boot: float = 600.0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if not getattr(self, item.name) > 0 and item.name != "receive_per_gib":
+                raise UnsupportedPolicy(f"deadline {item.name} is {getattr(self, item.name)} s, not above 0")
+
+    def receiving(self, nbytes: int) -> float:
+        """Limit for receiving `nbytes`."""
+        return self.receive + self.receive_per_gib * nbytes / _GIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefitOptions:
+    """How one refit treats requests in flight, and how long its phases may take.
+
+    `keep`: they continue on their old KV cache. `recompute`: they continue, their KV cache is rebuilt under the
+    new weights. `wait`: they finish first. `abort`: they end with what they have.
+    """
+
+    policy: Policy = "recompute"
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise UnsupportedPolicy(f"policy {self.policy!r} is not one of {', '.join(POLICIES)}")
+
+    def with_deadlines(self, **seconds: float) -> RefitOptions:
+        """Return a copy with some deadlines changed."""
+        return replace(self, deadlines=replace(self.deadlines, **seconds))
+
+
+def plain(name: str) -> str:
+    """Strip what trainer-side wrappers (DDP, FSDP, torch.compile, activation checkpointing, PEFT) add to a name."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def route(offer: Offer, inventory: Inventory) -> Manifest:
+    """Match every offered tensor with the inventory.
+
+    Rules: wrapper pieces are stripped from names that do not match as they are; of two tied tensors either may be
+    left out; shapes must agree; dtypes must agree unless `offer.cast == "inventory"` and both are floating-point.
+
+    Raises:
+        UnexpectedTensors, RepeatedTensors, MissingTensors, ShapeMismatch, DtypeMismatch: named, with near matches.
+    """
+    if not offer.tensors:
+        raise OfferRejected("the offer has no tensors")
+    wanted = {spec.name: spec for spec in inventory.tensors}
+    known = wanted | {
+        twin: replace(wanted[base], name=twin) for twin, base in inventory.tied.items() if base in wanted
+    }
+    found = [known.get(spec.name) or known.get(plain(spec.name)) for spec in offer.tensors]
+    _all_expected(offer, found, known, wanted)
+    rows = [Routed(i, spec) for i, spec in enumerate(found) if spec is not None]
+    _each_once(offer, rows)
+    at = {row.spec.name: n for n, row in enumerate(rows)}
+    absent = [n for n in wanted if n not in at and not _twin_sent(n, inventory, at)]
+    if absent:
+        raise MissingTensors(
+            f"{len(absent)} tensors of the model are missing from the offer: {names(absent)}", tensor=min(absent)
+        )
+    _same_form(offer, rows)
+    equal = tuple((at[twin], at[base]) for twin, base in inventory.tied.items() if twin in at and base in at)
+    return Manifest(tuple(rows), equal)
+
+
+def _all_expected(
+    offer: Offer, found: list[TensorSpec | None], known: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec]
+) -> None:
+    strange = [spec.name for spec, match in zip(offer.tensors, found, strict=True) if match is None]
+    if not strange:
+        return
+    taken = {match.name for match in found if match is not None}
+    free = [name for name in known if name not in taken]
+    missing = [name for name in wanted if name not in taken]
+    also = f" Not offered: {names(missing)}." if missing else ""
+    raise UnexpectedTensors(
+        f"{len(strange)} offered tensors are not of this model: {names(strange)}."
+        f"{also}{hint({n: near(plain(n), free) for n in strange[:64]})}",
+        tensor=min(strange),
+    )
+
+
+def _each_once(offer: Offer, rows: list[Routed]) -> None:
+    repeated = {name for name, n in Counter(row.spec.name for row in rows).items() if n > 1}
+    if repeated:
+        sources = {offer.tensors[row.index].name for row in rows if row.spec.name in repeated}
+        raise RepeatedTensors(
+            f"{len(repeated)} tensors are offered more than once: {names(list(repeated))} (as {names(list(sources))})",
+            tensor=min(repeated),
+        )
+
+
+def _twin_sent(name: str, inventory: Inventory, sent: Mapping[str, int]) -> bool:
+    base = inventory.tied.get(name, name)
+    group = {base} | {twin for twin, other in inventory.tied.items() if other == base}
+    return any(member in sent for member in group)
+
+
+def _same_form(offer: Offer, rows: list[Routed]) -> None:
+    shapes: list[str] = []
+    dtypes: list[str] = []
+    lossy: list[str] = []
+    for row in rows:
+        sent, wanted = offer.tensors[row.index], row.spec
+        if tuple(sent.shape) != tuple(wanted.shape):
+            shapes.append(f"{wanted.name} is {list(sent.shape)}, not {list(wanted.shape)}")
+        elif sent.dtype != wanted.dtype:
+            castable = offer.cast == "inventory" and {sent.dtype, wanted.dtype} <= _FLOATS
+            if not castable:
+                (lossy if offer.cast else dtypes).append(f"{wanted.name} is {sent.dtype}, not {wanted.dtype}")
+    if shapes:
+        raise ShapeMismatch(f"{len(shapes)} shapes differ from the model's: {names(shapes)}", tensor=min(shapes))
+    if dtypes:
+        raise DtypeMismatch(
+            f"{len(dtypes)} dtypes differ from the model's: {names(dtypes)}; pass cast=\"inventory\" to have "
+            "floating-point tensors cast to the model's dtypes before they are sent",
+            tensor=min(dtypes),
+        )
+    if lossy:
+        raise DtypeMismatch(f"{len(lossy)} tensors cannot be cast: {names(lossy)}", tensor=min(lossy))
+
+
+def unequal_ties(manifest: Manifest, trailer: Trailer) -> list[str]:
+    """Name the tied tensors that were sent with different content."""
+    return [
+        f"{manifest.rows[a].spec.name} and {manifest.rows[b].spec.name}"
+        for a, b in manifest.equal
+        if trailer.digests[a] != trailer.digests[b]
+    ]
+
+
+class Outcome(Enum):
+    """How a refit ended."""
+
+    COMMITTED = "committed"  #: every replica that lives serves the version
+    PARTIAL = "partial"  #: some replicas serve it, others failed
+    FAILED = "failed"  #: no replica serves it
+    SUPERSEDED = "superseded"  #: a newer version took its place before any replica began
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """One replica's part. `seconds` by phase (stage, suspend, receive, finalize, resume); `bubble` in seconds.
+
+    The bubble is the wall time from the last token before the suspend to the first after the resume; None when
+    no request was in flight throughout.
+    """
+
+    replica: str
+    committed: bool
+    seconds: Mapping[str, float]
+    live: int = 0
+    bubble: float | None = None
+    error: PitstopError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RefitReport:
+    """What became of a refit. `seconds` is from the offer to the end, `sent_seconds` to the source being free."""
+
+    refit_id: str
+    weight_version: int
+    outcome: Outcome
+    transport: str
+    nbytes: int
+    tensors: int
+    seconds: float
+    sent_seconds: float
+    replicas: Mapping[str, ReplicaReport] = field(default_factory=dict)
+    error: PitstopError | None = None
+
+    @property
+    def bubble(self) -> float | None:
+        """The longest bubble of any replica, in seconds."""
+        return max((r.bubble for r in self.replicas.values() if r.bubble is not None), default=None)
+
+    @property
+    def phase_seconds(self) -> dict[str, float]:
+        """The longest time any replica spent in each phase, in seconds."""
+        out: dict[str, float] = {}
+        for report in self.replicas.values():
+            for phase, seconds in report.seconds.items():
+                out[phase] = max(out.get(phase, 0.0), seconds)
+        return out
+
+
+def outcome(replicas: Mapping[str, ReplicaReport]) -> Outcome:
+    """Judge a refit by its replicas."""
+    done = [report.committed for report in replicas.values()]
+    if not any(done):
+        return Outcome.FAILED
+    return Outcome.COMMITTED if all(done) else Outcome.PARTIAL
+
+
+def summary(report: RefitReport) -> dict[str, Any]:
+    """Flatten a report for logs and spans."""
+    return {
+        "weight_version": report.weight_version,
+        "outcome": report.outcome.value,
+        "transport": report.transport,
+        "nbytes": report.nbytes,
+        "seconds": round(report.seconds, 6),
+        **{f"{k}_s": round(v, 6) for k, v in report.phase_seconds.items()},
+    }

@@ -1,0 +1,86 @@
+"""Which replica takes the next request: the least loaded open one, ties spread, sessions kept where they are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from pitstop.engine.errors import NotServing
+from pitstop.engine.lifecycle import Phase
+from pitstop.engine.replica import Replica
+
+_SESSIONS: Final = 65_536
+_COMING: Final = frozenset(
+    {Phase.STARTING, Phase.SUSPENDING, Phase.RECEIVING, Phase.FINALIZING, Phase.RESUMING, Phase.SERVING}
+)
+_MISSING: Final = {
+    Phase.IDLE: "it has no proven weights: a full refit is missing",
+    Phase.QUARANTINED: "its weights are not to be trusted: a full refit is missing",
+    Phase.SLEEPING: "it sleeps: wake_up() is missing",
+    Phase.DEAD: "its engine died: a restart and a refit are missing",
+    Phase.STOPPED: "it was stopped",
+}
+
+
+class Router:
+    """Admission to a fleet. Waiters are served in the order they came."""
+
+    def __init__(self, replicas: Sequence[Replica], refitting: Callable[[], bool]) -> None:
+        self._replicas = replicas
+        self._refitting = refitting
+        self._turn = 0
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    def changed(self) -> None:
+        """A replica changed phase: let every waiter look again, the oldest first."""
+        waiters, self._waiters = self._waiters, deque()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def admit(self, session_id: str | None) -> Replica:
+        """Return an open replica, waiting while one is on its way. Take its lease before the next await.
+
+        Raises:
+            NotServing: no replica is open and none will be without the caller's help; says which step is missing.
+        """
+        while True:
+            if (replica := self._pick(session_id)) is not None:
+                return replica
+            if not any(r.phase in _COMING for r in self._replicas) and not self._refitting():
+                raise NotServing("no replica serves: " + "; ".join(self._why(r) for r in self._replicas))
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            finally:
+                with contextlib.suppress(ValueError):
+                    self._waiters.remove(waiter)
+
+    @staticmethod
+    def _why(replica: Replica) -> str:
+        return f"{replica.name} is {replica.phase.value}: {_MISSING.get(replica.phase, 'it is on its way')}"
+
+    def _pick(self, session_id: str | None) -> Replica | None:
+        ready = [r for r in self._replicas if r.gate.commit is not None]
+        if not ready:
+            return None
+        if session_id is None:
+            return self._least(ready)
+        home = self._sessions.get(session_id)
+        replica = next((r for r in ready if r.name == home), None) or self._least(ready)
+        self._sessions[session_id] = replica.name
+        self._sessions.move_to_end(session_id)
+        if len(self._sessions) > _SESSIONS:
+            self._sessions.popitem(last=False)
+        return replica
+
+    def _least(self, ready: Sequence[Replica]) -> Replica:
+        low = min(r.load for r in ready)
+        ties = [r for r in ready if r.load == low]
+        self._turn += 1
+        return ties[self._turn % len(ties)]

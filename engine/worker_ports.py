@@ -1,0 +1,246 @@
+"""Records and ports between a replica, its worker processes and the transports.
+
+Torch appears only in annotations: importing this module loads nothing heavy. All records are frozen dataclasses
+of plain values, so that msgspec can carry them between processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from pitstop.engine.errors import ErrorRecord
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ITEMSIZE = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""Bytes of one element by torch's dtype name (without the `torch.` prefix)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype (torch's name without the prefix) and shape of one tensor in checkpoint form."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor's content in bytes."""
+        return ITEMSIZE[self.dtype] * prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """The checkpoint tensors that a replica's model is made of, recorded at launch.
+
+    `tied` maps the name of a tensor that shares another's storage to that other's name. Either of the two
+    may be left out of an offer, or both may come with equal content.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    tied: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a refit will deliver. Content-free: digests follow in the trailer.
+
+    `cast` is None (dtypes must equal the inventory's) or "inventory" (floating-point tensors are cast to the
+    inventory's dtypes on the trainer's side, before they travel). `headers` carry the W3C trace context.
+    """
+
+    refit_id: str
+    weight_version: int
+    tensors: tuple[TensorSpec, ...]
+    cast: Literal["inventory"] | None = None
+    base_version: int | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as offered, before any cast."""
+        return sum(spec.nbytes for spec in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """One offered tensor on its way: row `index` of the offer, delivered as `spec` (inventory name and dtype)."""
+
+    index: int
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What travels in a refit, in order, after names and dtypes were matched with the inventory.
+
+    `equal` lists pairs of rows that the model ties: their digests must agree.
+    """
+
+    rows: tuple[Routed, ...]
+    equal: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return sum(row.spec.nbytes for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Trailer:
+    """Digests of a manifest's rows, in order, as unsigned 64-bit integers."""
+
+    refit_id: str
+    digests: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLayout:
+    """Where one worker rank lives and what it can receive into."""
+
+    replica: str
+    incarnation: int
+    rank: int
+    world_size: int
+    pid: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor and its byte offset in the buffer it travels in."""
+
+    spec: TensorSpec
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What one worker rank needs to receive one refit.
+
+    `receiver` names the class that receives, as `module:Class`; it is resolved only inside Pitstop's own
+    packages or declared entry points. `buffer` is the path and `nbytes` the size of the shared segment,
+    `address` is where progress is reported, `token` proves to that address that the reporter was asked to.
+    Times are seconds.
+    """
+
+    refit_id: str
+    replica: str
+    incarnation: int
+    rank: int
+    receiver: str
+    buffer: str
+    nbytes: int
+    tensors: tuple[Placed, ...]
+    address: str
+    token: str
+    receive_s: float
+    silence_s: float
+
+
+ProgressKind = Literal["attached", "landed", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One step of one worker rank in one refit.
+
+    `attached`: the rank has mapped the buffer. `landed`: every tensor is in its hands and proven against the
+    trailer, and the sink holds it. `failed`: it gave up, for `error`; no live byte changed.
+    """
+
+    refit_id: str
+    replica: str
+    incarnation: int
+    rank: int
+    kind: ProgressKind
+    nbytes: int = 0
+    seconds: float = 0.0
+    error: ErrorRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A group of tensors that landed together. The tensors may alias the transport's buffer."""
+
+    refit_id: str
+    tensors: Sequence[tuple[TensorSpec, Tensor]]
+
+
+WorkerVerb = Literal["describe", "receive", "apply", "finalize", "undo", "release"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOp:
+    """An order to every worker rank of a replica.
+
+    `receive` starts a receiver thread for the rank's ticket and returns at once. `apply` puts what landed for
+    `refit_id` into the live parameters, `finalize` does the post-load work, `undo` makes a model that an
+    `apply` left half done runnable (never clean), `release` drops what landed.
+    """
+
+    verb: WorkerVerb
+    refit_id: str = ""
+    tickets: tuple[Ticket, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReply:
+    """One rank's answer to a `WorkerOp`. `touched`: live bytes may have changed."""
+
+    rank: int
+    touched: bool = False
+    seconds: float = 0.0
+    layout: WorkerLayout | None = None
+    error: ErrorRecord | None = None
+
+
+class WeightSink(Protocol):
+    """The backend's side inside a worker: knows the model, knows no sockets."""
+
+    def landed(self, bucket: Bucket) -> None:
+        """Take over proven tensors, from a receiver's thread. They stay valid until `release`."""
+
+    def apply(self) -> None:
+        """Put what landed into the live parameters. Called between engine steps, on the worker's main thread."""
+
+    def finalize(self) -> None:
+        """Do the post-load work. Called once, after `apply`."""
+
+    def undo(self) -> None:
+        """Make a half-applied model runnable again. It stays torn."""
+
+    def release(self) -> None:
+        """Drop every reference to what landed."""
+
+
+class Receiver(Protocol):
+    """The transport's side inside a worker, built from a ticket; runs in a thread of its own."""
+
+    def run(self, sink: WeightSink) -> None:
+        """Receive, prove, hand over to `sink.landed`, report on the back-channel. Bounded by the ticket's times."""
+
+    def abort(self) -> None:
+        """End `run` soon, from another thread. Idempotent."""
+
+    def close(self) -> None:
+        """Unmap what `run` mapped, after the sink has released it."""
+
+
+class WeightSource(Protocol):
+    """The trainer's side: what a sender reads from."""
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """Return the declared tensors, in the order in which `tensors` yields them."""
+
+    def tensors(self) -> Iterator[tuple[TensorSpec, Tensor]]:
+        """Yield the content. Order and specs equal `specs()` on every rank."""
