@@ -1,0 +1,221 @@
+"""Turns telemetry on for one process.
+
+    with telemetry.configure("runs/7", role="trainer"):
+        ...
+
+Call it before vLLM's `AsyncLLM` is constructed: OpenTelemetry takes the first provider that is set and refuses every
+other one, and only under ours do vLLM's `llm_request` spans land in the journal, beneath the request that they are of.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import signal
+import threading
+from multiprocessing import util
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Final, Literal, Self
+
+from pitstop.engine.errors import LocalError, UnsupportedPolicy
+from pitstop.engine.ports import Observer, install_observer
+from pitstop.telemetry import names
+from pitstop.telemetry.metrics import Instruments
+from pitstop.telemetry.observer import SpanObserver
+from pitstop.telemetry.tee import Tee
+
+Role = Literal["trainer", "fleet", "replica"]
+ROLES: Final[tuple[Role, ...]] = ("trainer", "fleet", "replica")
+LIMIT: Final = 2.0
+"""Seconds that a process's end may wait for its journals."""
+
+_METRICS_EVERY: Final = 10  # periods of the outbox
+_TERM: Final = signal.SIGTERM
+
+
+class AlreadyConfigured(LocalError):
+    """Raised when telemetry is configured while it is on. Close the first one before."""
+
+    slug = "already_configured"
+
+
+def configure(
+    run_dir: str | os.PathLike[str] | None = None,
+    *,
+    role: Role = "fleet",
+    run_id: str | None = None,
+    level: int = 1,
+    sample: float = 0.05,
+    endpoint: str | None = None,
+) -> Telemetry:
+    """Turn telemetry on until the returned context manager is left, or the process ends.
+
+    Spans go to `<run_dir>/<role>-<instance>.jsonl` within half a second, numbers to `<role>-<instance>.metrics.jsonl`
+    every five. Without `run_dir` nothing is written; what `Telemetry.add` adds still sees everything. A provider that
+    the program has set is used instead of ours, with its own sampler and exporters; a `run_dir` then adds our file to
+    it. Level 1 has spans of refits and replicas, level 2 those of requests as well: of `sample` of them, of those in a
+    trace that is sampled, and of all that were held by a refit or failed.
+
+    The journals are complete after a normal exit, after SIGTERM, and in children made by fork (spans only) or, once
+    they have called this themselves, by spawn; a SIGKILL costs the last half second. For SIGTERM a handler is set if
+    the signal has its default effect and this is the main thread; the process still dies by the signal.
+
+    Raises:
+        AlreadyConfigured: it is on.
+        UnsupportedPolicy: an option has no such value.
+    """
+    for wrong, text in (
+        (role not in ROLES, f"role {role!r} is not one of {', '.join(ROLES)}"),
+        (level not in (1, 2), f"level {level} is neither 1 nor 2"),
+        (not 0 <= sample <= 1, f"sample {sample} is not from 0 to 1"),
+        (endpoint is not None, "endpoint: only files so far; set a TracerProvider of your own with an OTLP exporter"),
+    ):
+        if wrong:
+            raise UnsupportedPolicy(text)
+    if _active and _active[0].inherited:
+        _active[0].close()
+    if _active:
+        raise AlreadyConfigured("telemetry is on in this process; leave the first `configure` before the second")
+    return Telemetry(Path(run_dir) if run_dir is not None else None, role, run_id, level, sample)
+
+
+class Telemetry:
+    """What `configure` turned on.
+
+    Attributes:
+        instance: names this process, in the journals' names and as `service.instance.id`.
+        run_id: names the run, by default after its folder.
+    """
+
+    def __init__(self, run_dir: Path | None, role: Role, run_id: str | None, level: int, sample: float) -> None:
+        from pitstop.telemetry import providers
+        from pitstop.telemetry.outbox import Outbox
+
+        self._run_dir, self._role = run_dir, role
+        self.run_id = run_id or (run_dir.resolve().name if run_dir is not None else secrets.token_hex(4))
+        self.instance = _instance()
+        self._periods, self._unwritten, self._closed = 0, False, False
+        described = providers.resource(role, self.instance, self.run_id)
+        meter, self._collect = providers.meter(described, self._journal(".metrics.jsonl"))
+        self._instruments = Instruments(meter)
+        dropped = self._instruments.dropped
+        self._outbox = Outbox(self.journal, dropped, self._chores, self._last_words)
+        self._tee = Tee(self._instruments, dropped=dropped)
+        self._spans: SpanObserver | None = None
+        provider = self._foreign = providers.foreign()
+        if provider is None and run_dir is not None:
+            provider = providers.make(described, self._outbox)
+            providers.share(described, self._outbox)
+        elif provider is not None and run_dir is not None:
+            providers.attach(provider, self._outbox)
+        if provider is not None:
+            tracer = provider.get_tracer(names.SCOPE)
+            self._spans = SpanObserver(tracer, level=level, sample=sample, dropped=dropped)
+            self._tee.observers = (self._spans, self._instruments)
+        self.inherited = False
+        self._begin()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def journal(self) -> Path | None:
+        """Where this process's spans go."""
+        return self._journal(".jsonl")
+
+    def add(self, observer: Observer) -> None:
+        """Tell another observer, too, what happens: a live view, say."""
+        self._tee.observers = (*self._tee.observers, observer)
+
+    def flush(self, timeout: float = LIMIT) -> bool:
+        """Write what there is; False if that took longer than `timeout` seconds."""
+        return self._outbox.flush(timeout)
+
+    def close(self) -> None:
+        """Turn it off. Spans that are open are written as cut short. Waits two seconds at most. Idempotent."""
+        if self._closed:
+            return
+        from pitstop.telemetry import providers
+
+        self._closed = True
+        install_observer(None)
+        self._tee.observers = ()
+        self._outbox.flush(LIMIT, ending=True)
+        providers.RELAY.target = None
+        _active.clear()
+        atexit.unregister(self.close)
+        self._final.cancel()
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(_TERM) == self._terminated:
+            signal.signal(_TERM, signal.SIG_DFL)
+
+    def _begin(self) -> None:
+        _active.append(self)
+        atexit.register(self.close)
+        self._finalize()
+        util.register_after_fork(self, Telemetry._finalize)
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(_TERM) is signal.SIG_DFL:
+            signal.signal(_TERM, self._terminated)
+        self._outbox.start()
+        install_observer(self._tee)
+
+    def _journal(self, ending: str) -> Path | None:
+        return None if self._run_dir is None else self._run_dir / f"{self._role}-{self.instance}{ending}"
+
+    def _chores(self, flushing: bool) -> None:
+        """Run by the outbox's thread, twice a second and at a flush."""
+        self._unwritten = self._instruments.fold() or self._unwritten
+        self._periods += 1
+        if self._unwritten and (flushing or self._periods % _METRICS_EVERY == 0):
+            self._unwritten = False
+            self._collect()
+
+    def _last_words(self) -> None:
+        if self._spans is not None:
+            self._spans.cut()
+
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        """Write everything, then die by the signal as if nobody had looked. Takes no lock, waits a bounded time."""
+        self._outbox.flush(LIMIT, ending=True)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def _forked(self) -> None:
+        """Run in a child right after the fork: what the parent has begun is the parent's to finish."""
+        from pitstop.telemetry import providers
+
+        self.inherited = True
+        self.instance = _instance()
+        self._instruments.mute()
+        self._outbox.forked(self.journal)
+        self._tee.observers = ()
+        if self._spans is not None:
+            described = providers.resource(self._role, self.instance, self.run_id)
+            provider = self._foreign or providers.make(described, self._outbox)
+            self._spans.forget(provider.get_tracer(names.SCOPE))
+            self._tee.observers = (self._spans,)
+
+    def _finalize(self) -> None:
+        # A child that multiprocessing has forked ends without `atexit`, by this list, which is emptied as it starts.
+        self._final = util.Finalize(None, self.close, exitpriority=-100)
+
+
+_active: list[Telemetry] = []
+
+
+def _instance() -> str:
+    return f"{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _after_fork() -> None:
+    for telemetry in _active:
+        telemetry._forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
