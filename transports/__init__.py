@@ -1,0 +1,9 @@
+"""How weights travel from a trainer to the replicas."""
+
+if __name__ == "transports":
+    raise ImportError("import pitstop.transports, not transports: the repository root is on sys.path")
+
+from pitstop.transports.publish_handle import PublishHandle
+from pitstop.transports.publisher import Publisher
+
+__all__ = ["PublishHandle", "Publisher"]

@@ -1,0 +1,292 @@
+"""The engine's end of the control link: one reader, which every trainer and every receiver talks to.
+
+What it does not understand or not allow it answers with `Refuse`, counts, and otherwise forgets; a client that keeps
+at it is dropped. The death of a client on this host is noticed within milliseconds, through a pidfd.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from time import monotonic
+from typing import Final, Protocol
+
+from pitstop.engine.errors import PeerLost, PitstopError, ProtocolViolation, RemoteError
+from pitstop.transports.codec import fault, from_client
+from pitstop.transports.deadline import BEAT_S
+from pitstop.transports.messages import (
+    PROTOCOL,
+    Beat,
+    Bye,
+    Faulted,
+    FromClient,
+    FromEngine,
+    Hello,
+    LetGo,
+    Propose,
+    Refuse,
+    Report,
+    Sent,
+    Welcome,
+)
+from pitstop.transports.pool import WRITING
+from pitstop.transports.remote import RemoteSending
+from pitstop.transports.reports import offered
+from pitstop.transports.segment import Probe
+from pitstop.transports.session import Session, greeted
+from pitstop.transports.zmq_link import Hub, pid_space, pidfd
+
+_LOG: Final = logging.getLogger(__name__)
+_TICK_S: Final = 0.1
+_LAST_WORDS_S: Final = 0.05
+_AT_ONCE: Final = 32
+_MANY: Final = 2000
+_MOST_VIOLATIONS: Final = 16
+_MOST_CLIENTS: Final = 4096
+
+
+class Seat(Protocol):
+    """A receiver that was given a ticket, whether it has come or not. Belongs to a transport."""
+
+    refit_id: str
+    name: str
+
+    def welcomed(self, client: Client) -> None:
+        """It has said Hello with its ticket's token."""
+
+    def heard(self, message: Report | LetGo) -> None:
+        """It reports."""
+
+    def lost(self, error: PitstopError) -> None:
+        """Its process is dead, or it has closed the link: it reads nothing any more."""
+
+
+class Client:
+    """One connected client."""
+
+    def __init__(self, hub: Hub, identity: bytes, hello: Hello, seat: Seat | None) -> None:
+        self.name = f"trainer (process {hello.pid})" if seat is None else seat.name
+        self.seat = seat
+        self.session = Session("trainer") if seat is None else Session("receiver", seat.refit_id)
+        self.heard_at = monotonic()
+        self.sendings: dict[str, RemoteSending] = {}
+        self.violations = 0
+        self.died_at: float | None = None
+        self.beats = True
+        self.pidfd = pidfd(hello.pid, hello.pid_space)
+        self._hub = hub
+        self._identity = identity
+
+    def post(self, message: FromEngine) -> bool:
+        """Send a message; False if the client is gone or reads nothing."""
+        return self._hub.send(self._identity, message)
+
+    def accepted(self, refit_id: str) -> None:
+        """See `remote.Peer.accepted`."""
+        self.session.accepted(refit_id)
+
+    def settled(self, refit_id: str) -> None:
+        """See `remote.Peer.settled`."""
+        self.session.settled(refit_id)
+        self.sendings.pop(refit_id, None)
+
+
+class ControlLink:
+    """Binds `address` (`ipc://<path>`, in a folder of mode 0700) and serves it while `run` runs.
+
+    `on_offer` is called with every offer that arrives, on the event loop; it must return at once, and what it raises
+    goes back to the trainer. `weight_version` and `tensors` (of the inventory) tell clients what they connect to.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        run_id: str,
+        on_offer: Callable[[RemoteSending], None],
+        weight_version: Callable[[], int | None] = lambda: None,
+        tensors: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.address: Final = address
+        self.violations = 0  #: messages that were refused since the start
+        self.ticks: list[Callable[[], None]] = []  #: called about ten times a second
+        self.ended: list[Callable[[], None]] = []  #: called when `run` ends
+        self._run_id = run_id
+        self._on_offer = on_offer
+        self._weight_version = weight_version
+        self._tensors = tensors
+        self._clients: dict[bytes, Client] = {}
+        self._seats: dict[str, Seat] = {}
+        self._wake = asyncio.Event()
+        self._bound = asyncio.Event()
+        self._beaten = 0.0
+
+    async def ready(self) -> None:
+        """Return when clients can connect."""
+        await self._bound.wait()
+
+    def expect(self, token: str, seat: Seat) -> None:
+        """Let a receiver with this token in."""
+        self._seats[token] = seat
+
+    def forget(self, token: str) -> None:
+        """Let it in no more. One that has come stays until it is done."""
+        self._seats.pop(token, None)
+
+    async def run(self) -> None:
+        """Serve until cancelled.
+
+        Raises:
+            LocalError: the address cannot be bound.
+        """
+        hub, probe = Hub(self.address), Probe()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(hub.fileno(), self._wake.set)
+        self._bound.set()
+        try:
+            while True:
+                await self._read(hub, probe)
+                self._bury()
+                self._tick()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_TICK_S):
+                        await self._wake.wait()
+        finally:
+            self._bound.clear()
+            loop.remove_reader(hub.fileno())
+            for identity, client in list(self._clients.items()):
+                client.post(Bye())
+                self._drop(identity, PeerLost("the engine was closed", peer="engine"), dead=False)
+            # Sockets do not linger: what was just said needs a moment to leave.
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.02)
+            hub.close()
+            probe.close()
+            for end in self.ended:
+                end()
+
+    async def _read(self, hub: Hub, probe: Probe) -> None:
+        # The descriptor tells of changes only: what is not read now is not announced again.
+        self._wake.clear()
+        count = 0
+        while (received := hub.receive()) is not None:
+            identity, frames = received
+            try:
+                if len(frames) != 1:
+                    raise ProtocolViolation(f"{len(frames)} frames in a message")
+                await self._heard(hub, probe, identity, from_client(frames[0]))
+            except PitstopError as error:
+                self._refuse(hub, identity, error)
+            count += 1
+            if not count % _AT_ONCE:
+                await asyncio.sleep(0)
+
+    async def _heard(self, hub: Hub, probe: Probe, identity: bytes, message: FromClient) -> None:
+        client = self._clients.get(identity)
+        if client is None:
+            if not isinstance(message, Beat | Bye):  # of one that has been dropped
+                self._greet(hub, probe, identity, greeted(message))
+            return
+        client.heard_at = monotonic()
+        counts = client.session.heard(message)
+        if isinstance(message, Bye):
+            client.post(Bye())
+            self._drop(identity, PeerLost(f"{client.name} closed its link", peer=client.name))
+        elif isinstance(message, Propose):
+            await self._offer(client, message)
+        elif isinstance(message, Sent | Faulted):
+            WRITING.discard(message.refit_id)
+            if counts and (sending := client.sendings.get(message.refit_id)) is not None:
+                sending.heard(message)
+        elif isinstance(message, Report | LetGo) and client.seat is not None:
+            client.seat.heard(message)
+
+    def _greet(self, hub: Hub, probe: Probe, identity: bytes, hello: Hello) -> None:
+        seat = self._seats.get(hello.token) if hello.role == "receiver" else None
+        if hello.role == "receiver" and seat is None:
+            raise ProtocolViolation("a receiver that was not asked for, or no longer is", peer="receiver")
+        if len(self._clients) >= _MOST_CLIENTS:
+            raise ProtocolViolation(f"more than {_MOST_CLIENTS} clients")
+        self._clients[identity] = client = Client(hub, identity, hello, seat)
+        if client.pidfd is not None:
+            asyncio.get_running_loop().add_reader(client.pidfd, self._died, identity)
+        client.post(
+            Welcome(
+                PROTOCOL, self._run_id, os.getpid(), pid_space(), probe.path, probe.nonce, ("shared_memory",),
+                self._weight_version(), self._tensors(),
+            )
+        )  # fmt: skip
+        if seat is not None:
+            self.forget(hello.token)
+            seat.welcomed(client)
+        else:
+            _LOG.info("%s connected", client.name)
+
+    async def _offer(self, client: Client, message: Propose) -> None:
+        if any(message.refit_id in other.sendings for other in self._clients.values()):
+            raise ProtocolViolation(f"refit {message.refit_id} is another trainer's")
+        try:
+            many = len(message.tensors) > _MANY
+            offer = await asyncio.to_thread(offered, message) if many else offered(message)
+            sending = RemoteSending(offer, client, message.policy, message.deadlines)
+            client.sendings[message.refit_id] = sending
+            self._on_offer(sending)
+        except Exception as failure:  # noqa: BLE001 - the reader serves everybody, whatever one offer does to its taker
+            error = failure if isinstance(failure, PitstopError) else RemoteError(f"the offer failed: {failure!r}")
+            _LOG.warning("an offer of %s was refused: %s", client.name, error)
+            client.settled(message.refit_id)
+            client.post(Refuse(fault(error), message.refit_id))
+
+    def _refuse(self, hub: Hub, identity: bytes, error: PitstopError) -> None:
+        self.violations += 1
+        client = self._clients.get(identity)
+        _LOG.warning("%s: %s", "a client" if client is None else client.name, error)
+        hub.send(identity, Refuse(fault(error)))
+        if client is not None:
+            client.violations += 1
+            if client.violations >= _MOST_VIOLATIONS:
+                self._drop(identity, error, dead=False)
+
+    def _died(self, identity: bytes) -> None:
+        client = self._clients.get(identity)
+        if client is not None and client.pidfd is not None:
+            asyncio.get_running_loop().remove_reader(client.pidfd)
+            client.died_at = monotonic()
+            self._wake.set()
+
+    def _bury(self) -> None:
+        for identity, client in list(self._clients.items()):
+            # What it said last may still be on its way here, and counts.
+            if client.died_at is not None and monotonic() - client.died_at > _LAST_WORDS_S:
+                self._drop(identity, PeerLost(f"{client.name} died", peer=client.name))
+
+    def _drop(self, identity: bytes, error: PitstopError, *, dead: bool = True) -> None:
+        """Forget a client; `dead`: it cannot touch a segment any more."""
+        client = self._clients.pop(identity, None)
+        if client is None:
+            return
+        if client.pidfd is not None:
+            asyncio.get_running_loop().remove_reader(client.pidfd)
+            os.close(client.pidfd)
+        for refit_id, sending in list(client.sendings.items()):
+            if dead:
+                WRITING.discard(refit_id)
+            sending.failed(error)
+        if client.seat is not None and dead:
+            client.seat.lost(error)
+
+    def _tick(self) -> None:
+        now = monotonic()
+        if now - self._beaten >= BEAT_S:
+            self._beaten = now
+            for client in self._clients.values():
+                if client.beats:
+                    client.post(Beat())
+        for client in list(self._clients.values()):
+            for sending in list(client.sendings.values()):
+                sending.tick()
+        for tick in self.ticks:
+            tick()

@@ -1,0 +1,149 @@
+"""A trainer in the engine's own process: the same packing, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal
+from uuid import uuid4
+
+from pitstop.engine.errors import DeadlineExceeded, LocalError, PitstopError, WorkerFailed
+from pitstop.engine.ports import NullObserver, Observer, Work
+from pitstop.engine.refit import RefitReport
+from pitstop.engine.worker_ports import Manifest, Offer, Ticket, Trailer
+from pitstop.transports.packing import Slot, Source
+from pitstop.transports.pool import WRITING
+from pitstop.transports.segment import Kept
+from pitstop.transports.sources import Publishable, close_source, source_of
+
+_STOP_S: Final = 2.0
+_kept: Final = Kept("write")
+
+
+def memory_sending(
+    what: Publishable,
+    *,
+    weight_version: int,
+    cast: Literal["inventory"] | None = None,
+    headers: Mapping[str, str] | None = None,
+    refit_id: str | None = None,
+    observer: Observer | None = None,
+) -> MemorySending:
+    """Return the far end of an offer of this process. Needs no event loop; a path's headers are read here.
+
+    Raises:
+        OfferRejected, CheckpointUnreadable, InvalidRequest: see `sources.source_of`.
+    """
+    source = source_of(what)
+    offer = Offer(refit_id or uuid4().hex, weight_version, source.specs(), cast, None, dict(headers or {}))
+    return MemorySending(offer, source, observer)
+
+
+class MemorySending:
+    """Implements `ports.Sending`. `observer` is told about the send, as a part of the refit."""
+
+    transport = "memory"
+
+    def __init__(self, offer: Offer, source: Source, observer: Observer | None = None) -> None:
+        self.offer = offer
+        self._source: Source | None = source
+        self._observer = observer or NullObserver()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    async def send(self, manifest: Manifest, tickets: Sequence[Ticket]) -> Trailer:
+        """See `Sending.send`. Ends soon when cancelled; the source is not read any more then.
+
+        Raises:
+            CheckpointUnreadable: the files have changed or cannot be read.
+            WorkerFailed: reading the source failed in another way.
+            DeadlineExceeded: it was not done within the tickets' `receive_s`.
+        """
+        source, self._source = self._source, None
+        if source is None or len({ticket.buffer for ticket in tickets}) != 1:
+            raise LocalError(f"{self.offer.refit_id} was sent before, or its tickets name no buffer, or several")
+        refit_id, first = self.offer.refit_id, tickets[0]
+        loop = asyncio.get_running_loop()
+        digests: asyncio.Future[tuple[int, ...]] = loop.create_future()
+
+        def pack() -> None:
+            try:
+                result: tuple[int, ...] | PitstopError = self._pack(source, manifest, first)
+            except PitstopError as error:
+                result = error
+            except Exception as error:  # noqa: BLE001 - a source may fail in any way
+                kind = type(error).__name__
+                result = WorkerFailed(f"reading the source failed: {error!r}", operation="send", kind=kind)
+            finally:
+                close_source(source)
+                WRITING.discard(refit_id)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(_resolve, digests, result)
+
+        WRITING.add(refit_id)
+        key = f"send_weights:{refit_id}"
+        self._observer.opened(Work("send_weights", key, time.time_ns(), f"refit:{refit_id}"))
+        # Not the loop's executor: a file system that hangs would take its threads away from everybody.
+        self._thread = threading.Thread(target=pack, name=f"pitstop-send-{refit_id[:8]}", daemon=True)
+        self._thread.start()
+        slug: str | None = None
+        try:
+            async with asyncio.timeout(first.receive_s):
+                await asyncio.wait({digests})
+            return Trailer(refit_id, digests.result())
+        except TimeoutError:
+            slug = DeadlineExceeded.slug
+            await self._stopped(digests)
+            raise DeadlineExceeded(
+                f"the source could not be read within {first.receive_s:g} s",
+                phase="send", peer="trainer", seconds=first.receive_s,
+            ) from None  # fmt: skip
+        except asyncio.CancelledError:
+            slug = "cancelled"
+            await self._stopped(digests)
+            raise
+        except PitstopError as error:
+            slug = error.slug
+            raise
+        finally:
+            self._observer.closed(key, time.time_ns(), slug)
+
+    async def settled(self, report: RefitReport) -> None:
+        """See `Sending.settled`."""
+        self._stop.set()
+        source, self._source = self._source, None
+        if source is not None:
+            close_source(source)
+
+    def _pack(self, source: Source, manifest: Manifest, ticket: Ticket) -> tuple[int, ...]:
+        import numpy as np
+
+        slots = [
+            Slot(row.index, row.spec.dtype, placed.offset)
+            for row, placed in zip(manifest.rows, ticket.tensors, strict=True)
+        ]
+        mapping = _kept.take(ticket.address, ticket.buffer, ticket.nbytes)
+        digests = np.zeros(len(slots), np.uint64)
+        for _ in source.pack(slots, mapping, digests):
+            if self._stop.is_set():
+                raise LocalError("the refit was given up")
+        return tuple(digests.tolist())
+
+    async def _stopped(self, digests: asyncio.Future[tuple[int, ...]]) -> None:
+        """Have the thread stop; it looks every few milliseconds, unless a read hangs."""
+        self._stop.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait({digests}, timeout=_STOP_S)
+
+
+def _resolve(digests: asyncio.Future[tuple[int, ...]], result: tuple[int, ...] | PitstopError) -> None:
+    if digests.done():
+        return
+    if isinstance(result, PitstopError):
+        digests.set_exception(result)
+        digests.exception()  # nobody may ask for it any more
+    else:
+        digests.set_result(result)

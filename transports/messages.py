@@ -1,0 +1,211 @@
+"""What goes over the control link: typed records, msgpack, one frame each.
+
+A client (a trainer's publisher, or a receiver in a worker) opens with `Hello` and is answered by `Welcome` or
+`Refuse`. Both sides send `Beat` every half second from the thread that does the work.
+
+    trainer                                   engine                                  receiver (one a worker rank)
+    Propose  -------------------------------> on_offer
+             <------------------------------- Accept                                  Hello with the ticket's token
+    (packs)                                                                           Report "attached"
+    Sent     -------------------------------> Seal ---------------------------------> (proves)
+                                                    <-------------------------------- Report "landed", "failed"
+                                              Noted --------------------------------> (keeps the link open)
+                                                    <-------------------------------- LetGo, when the sink is done
+             <------------------------------- Settled
+
+`Cancel` goes to whoever has to give up; `Faulted` comes from a trainer that cannot go on, and answers a `Cancel`.
+Fields that end in `_s` are seconds. Digests, offsets and row numbers are packed little-endian.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta, Struct
+
+PROTOCOL: Final = 1
+"""Changes whenever two versions of this file could not talk to each other."""
+
+MOST_TENSORS: Final = 1 << 20
+MOST_BYTES: Final = 64 << 20
+"""Most bytes of one message: a million tensors are offered in less."""
+
+Name = Annotated[str, Meta(max_length=1024)]
+Text = Annotated[str, Meta(max_length=65536)]
+RefitId = Annotated[str, Meta(min_length=1, max_length=64)]
+Path = Annotated[str, Meta(max_length=4096)]
+Natural = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Seconds = Annotated[float, Meta(ge=0)]
+Dtype = Literal[
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu",
+    "int64", "int32", "int16", "int8", "uint8", "bool",
+]  # fmt: skip
+DTYPES: Final[tuple[Dtype, ...]] = (
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu",
+    "int64", "int32", "int16", "int8", "uint8", "bool",
+)  # fmt: skip
+"""In the order of their codes in `Accept`."""
+
+Words = Annotated[bytes, Meta(max_length=8 * MOST_TENSORS)]
+"""Packed unsigned 64-bit integers."""
+
+
+class Fault(Struct, frozen=True, forbid_unknown_fields=True):
+    """An `ErrorRecord`."""
+
+    slug: Name
+    message: Text
+    fields: Annotated[dict[Name, Text | int | float | None], Meta(max_length=64)] = {}
+    traceback: Text = ""
+
+
+class Hello(Struct, frozen=True, tag=True):
+    """A client's first message. `pid_space` tells whether `pid` means the same process on both sides."""
+
+    protocol: int
+    role: Literal["trainer", "receiver"]
+    pid: Natural
+    pid_space: Natural
+    token: Annotated[str, Meta(max_length=128)] = ""
+
+
+class Welcome(Struct, frozen=True, tag=True):
+    """The engine's answer. A client that reads `nonce` at `probe` shares memory with the engine."""
+
+    protocol: int
+    run_id: Name
+    pid: Natural
+    pid_space: Natural
+    probe: Path
+    nonce: Annotated[bytes, Meta(max_length=64)]
+    transports: Annotated[tuple[Name, ...], Meta(max_length=16)]
+    weight_version: Natural | None = None
+    tensors: Natural = 0
+
+
+class Refuse(Struct, frozen=True, tag=True):
+    """What a client said was not allowed; about one refit, or about the link."""
+
+    error: Fault
+    refit_id: Annotated[str, Meta(max_length=64)] = ""
+
+
+class Row(Struct, frozen=True, array_like=True):
+    """One offered tensor."""
+
+    name: Name
+    dtype: Dtype
+    shape: Annotated[tuple[Natural, ...], Meta(max_length=32)]
+
+
+class Propose(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A trainer's offer. `policy` and `deadlines` are wishes for this refit; unset ones are the engine's."""
+
+    refit_id: RefitId
+    weight_version: Natural
+    tensors: Annotated[tuple[Row, ...], Meta(max_length=MOST_TENSORS)]
+    cast: Literal["inventory"] | None = None
+    base_version: Natural | None = None
+    headers: Annotated[dict[Name, Text], Meta(max_length=64)] = {}
+    policy: Name | None = None
+    deadlines: Annotated[dict[Name, Seconds], Meta(max_length=32)] = {}
+
+
+class Accept(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Write row n of the offer, `indices[n]`, as `dtypes[n]` at `offsets[n]` of the buffer."""
+
+    refit_id: RefitId
+    buffer: Path
+    nbytes: Natural
+    indices: Words
+    dtypes: Annotated[bytes, Meta(max_length=MOST_TENSORS)]
+    offsets: Words
+    silence_s: Seconds
+
+
+class Sent(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Everything is in the buffer; the trainer will not touch it again."""
+
+    refit_id: RefitId
+    digests: Words
+
+
+class Faulted(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The trainer gives this refit up and will not touch the buffer again."""
+
+    refit_id: RefitId
+    error: Fault
+
+
+class Cancel(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The engine gives this refit up: stop, and say so."""
+
+    refit_id: RefitId
+    error: Fault
+
+
+class Seal(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The buffer is whole; these are the digests."""
+
+    refit_id: RefitId
+    digests: Words
+
+
+class Report(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A receiver's step. `holds`: the sink may still look into the buffer."""
+
+    refit_id: RefitId
+    kind: Literal["attached", "landed", "failed"]
+    nbytes: Natural = 0
+    seconds: Seconds = 0.0
+    holds: bool = False
+    error: Fault | None = None
+
+
+class LetGo(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The receiver and its sink will not look into the buffer again."""
+
+    refit_id: RefitId
+
+
+class Noted(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The engine has seen the receiver's last `Report` or `LetGo`."""
+
+    refit_id: RefitId
+
+
+class ReplicaPart(Struct, frozen=True, forbid_unknown_fields=True):
+    """A `ReplicaReport`."""
+
+    committed: bool
+    seconds: Annotated[dict[Name, float], Meta(max_length=64)]
+    live: Natural = 0
+    bubble: float | None = None
+    error: Fault | None = None
+
+
+class Settled(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A `RefitReport`: what became of the offer."""
+
+    refit_id: RefitId
+    weight_version: Natural
+    outcome: Name
+    transport: Name
+    nbytes: Natural
+    tensors: Natural
+    seconds: float
+    sent_seconds: float
+    replicas: Annotated[dict[Name, ReplicaPart], Meta(max_length=65536)] = {}
+    error: Fault | None = None
+
+
+class Beat(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Nothing new, but alive."""
+
+
+class Bye(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The sender closes the link."""
+
+
+FromClient = Hello | Propose | Sent | Faulted | Report | LetGo | Beat | Bye
+FromEngine = Welcome | Refuse | Accept | Cancel | Seal | Noted | Settled | Beat | Bye

@@ -1,0 +1,121 @@
+"""Writing tensors into a segment and proving them in one: what senders and receivers share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+from pitstop.engine.errors import DigestMismatch, ProtocolViolation, names
+from pitstop.engine.worker_ports import ITEMSIZE, Placed, TensorSpec
+from pitstop.transports.digest import CHECK, Work
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from pitstop.transports.segment import Mapping
+
+_FLUSH: Final = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one offered tensor goes: row `index` of the offer, as `dtype`, at `offset` of the segment."""
+
+    index: int
+    dtype: str
+    offset: int
+
+
+class Source(Protocol):
+    """What a publisher reads from. It must not change from the offer until `pack` has ended."""
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Return what there is, in order."""
+
+    def pack(self, slots: Sequence[Slot], into: Mapping, digests: NDArray[np.uint64]) -> Iterator[int]:
+        """Write every slot and its digest, yielding the number of bytes done every few milliseconds.
+
+        Raises:
+            CheckpointUnreadable: the files have changed or cannot be read.
+        """
+
+
+def checked(specs: Sequence[TensorSpec], slots: Sequence[Slot], nbytes: int) -> None:
+    """Raise `ProtocolViolation` if a slot is not a place for a tensor of the offer in a segment of `nbytes`."""
+    last = 0
+    for slot in slots:
+        if slot.index >= len(specs):
+            raise ProtocolViolation(f"the engine asks for tensor {slot.index} of {len(specs)}")
+        spec = specs[slot.index]
+        end = slot.offset + TensorSpec(spec.name, slot.dtype, spec.shape).nbytes
+        if slot.offset < last or end > nbytes:
+            raise ProtocolViolation(f"{spec.name} does not fit where the engine wants it", tensor=spec.name)
+        last = end
+
+
+class Checks:
+    """Digests parts of a segment soon after they were written, many small ones at a time."""
+
+    def __init__(self, digests: NDArray[np.uint64]) -> None:
+        self._digests = digests
+        self._parts: list[tuple[int, int, int, int, int]] = []
+        self._nbytes = 0
+
+    def add(self, row: int, address: int, itemsize: int, count: int, start: int) -> Iterator[int]:
+        """Digest `count` elements, the first of which is the row's element `start`; now or with the next ones."""
+        self._parts.append((row, address, itemsize, count, start))
+        self._nbytes += itemsize * count
+        if self._nbytes >= _FLUSH:
+            yield from self.flush()
+
+    def flush(self) -> Iterator[int]:
+        """Digest what has been put off."""
+        import numpy as np
+
+        if not self._parts:
+            return
+        row, address, itemsize, count, start = np.array(self._parts, np.uint64).T.copy()
+        self._parts.clear()
+        self._nbytes = 0
+        width = itemsize.astype(np.int64)
+        work = Work(CHECK + width, address, address, count.astype(np.int64), start.astype(np.int64))
+        yield from work
+        np.add.at(self._digests, row.astype(np.int64), work.digests)
+
+
+class Proof:
+    """Digests of a whole segment against a trailer. Made once for a layout, used every refit, while it is mapped."""
+
+    def __init__(self, placed: Sequence[Placed], mapping: Mapping) -> None:
+        import numpy as np
+
+        self._names = [place.spec.name for place in placed]
+        width = np.array([ITEMSIZE[place.spec.dtype] for place in placed], np.int64)
+        nbytes = np.array([place.spec.nbytes for place in placed], np.int64)
+        offset = np.array([place.offset for place in placed], np.uint64)
+        address = offset + np.uint64(mapping.address)
+        if placed and int(offset[-1]) + int(nbytes[-1]) > mapping.nbytes:
+            raise ProtocolViolation(f"{self._names[-1]} lies outside the segment", tensor=self._names[-1])
+        self._work = Work(CHECK + width, address, address, nbytes // width)
+
+    def differing(self, digests: Sequence[int]) -> Iterator[int]:
+        """Digest everything, yielding the number of bytes done every few milliseconds.
+
+        Raises:
+            DigestMismatch: names the tensors that are not what was sent.
+        """
+        import numpy as np
+
+        if len(digests) != len(self._names):
+            raise ProtocolViolation(f"{len(digests)} digests for {len(self._names)} tensors")
+        yield from self._work
+        wrong = np.flatnonzero(self._work.digests != np.array(digests, np.uint64)).tolist()
+        if wrong:
+            differ = [self._names[row] for row in wrong]
+            raise DigestMismatch(
+                f"{len(differ)} of {len(self._names)} tensors are not what was sent: {names(differ)}",
+                tensor=differ[0],
+                count=len(differ),
+            )

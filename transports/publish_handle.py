@@ -1,0 +1,83 @@
+"""A publish under way, as the trainer sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Generator, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, Final
+
+from pitstop.engine.errors import PitstopError, RefitFailed
+from pitstop.engine.refit import Outcome, RefitReport
+from pitstop.engine.worker_ports import Offer
+from pitstop.transports.packing import Source
+from pitstop.transports.sources import close_source
+
+
+class PublishHandle:
+    """Returned at once by `publish`. `result` blocks; `await handle` works on any asyncio loop.
+
+    Attributes:
+        sent: set when the source is free again: everything was sent, or nothing more of it will be read.
+        refit_id: the refit's name in reports, logs and traces.
+        weight_version: the version that was offered.
+    """
+
+    def __init__(self, offer: Offer, source: Source, policy: str | None, deadlines: dict[str, float]) -> None:
+        self.refit_id: Final = offer.refit_id
+        self.weight_version: Final = offer.weight_version
+        self.sent: Final = threading.Event()
+        self.offer = offer
+        self.source: Source | None = source
+        self.policy: Final = policy
+        self.deadlines: Final = deadlines
+        self.key: Final = f"send_weights:{offer.refit_id}"
+        self.cancelled: PitstopError | None = None
+        self._future: Future[RefitReport] = Future()
+        # Whoever stops waiting for it does not stop it.
+        self._future.set_running_or_notify_cancel()
+
+    def done(self) -> bool:
+        """Whether the refit has ended."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> RefitReport:
+        """Wait up to `timeout` seconds for the report. A refit that failed on every replica raises what it failed with.
+
+        Raises:
+            TimeoutError: it has not ended yet; it goes on.
+            PitstopError: what the refit failed with.
+        """
+        return self._future.result(timeout)
+
+    def __await__(self) -> Generator[Any, None, RefitReport]:
+        return asyncio.wrap_future(self._future).__await__()
+
+    def propagate(self, headers: Mapping[str, str]) -> None:
+        """Carry these headers in the offer. Called before it is sent."""
+        self.offer = replace(self.offer, headers=dict(headers))
+
+    def released(self) -> bool:
+        """The source is free; return whether it was not before. Called by the publisher's thread."""
+        if self.source is None:
+            return False
+        close_source(self.source)
+        self.source = None
+        self.sent.set()
+        return True
+
+    def end(self, report: RefitReport | None, error: PitstopError | None) -> None:
+        """The refit has ended. Called by the publisher's thread, once."""
+        if self._future.done():
+            return
+        if error is None and report is not None and report.outcome is Outcome.FAILED:
+            found = (part.error for part in report.replicas.values() if part.error is not None)
+            error = report.error or next(found, None) or RefitFailed(f"no replica took version {self.weight_version}")
+        if error is not None:
+            self._future.set_exception(error)
+        elif report is not None:
+            self._future.set_result(report)
+        else:
+            self._future.set_exception(RefitFailed("the refit ended without a report"))

@@ -1,0 +1,167 @@
+"""The receiving end in a worker process: attach, wait for the trailer, prove every byte, hand over, let go."""
+
+from __future__ import annotations
+
+import traceback
+from threading import Event, Lock
+from time import monotonic
+from typing import Final
+from weakref import WeakKeyDictionary
+
+from pitstop.engine.errors import DigestMismatch, PeerLost, PitstopError, ProtocolViolation, WorkerFailed
+from pitstop.engine.worker_ports import Bucket, Placed, Ticket, WeightSink
+from pitstop.transports.codec import fault, numbers, raised
+from pitstop.transports.deadline import BEAT_S, Limit
+from pitstop.transports.digest import prepare
+from pitstop.transports.messages import Cancel, FromClient, LetGo, Noted, Refuse, Report, Seal
+from pitstop.transports.packing import Proof
+from pitstop.transports.segment import Kept, Mapping
+from pitstop.transports.zmq_link import Line
+
+_FAREWELL_S: Final = 1.0
+
+_kept = Kept("read")
+_proofs: WeakKeyDictionary[Mapping, tuple[tuple[Placed, ...], Proof]] = WeakKeyDictionary()
+_proving = Lock()
+
+
+class SegmentReceiver:
+    """Implements `worker_ports.Receiver`. `run` in a thread; `abort` and `close` from any other.
+
+    The mapping stays with the process when `close` is done, for the next refit: mapping a gibibyte anew takes a
+    tenth of a second. What the sink was given are views of it, valid until `close`.
+    """
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+        self._line: Line | None = None
+        self._aborted = Event()
+        self._ended = Event()
+        self._closing = Lock()
+        self._closed = False
+
+    def run(self, sink: WeightSink) -> None:
+        """See `Receiver.run`. Errors are reported on the back-channel; none is raised."""
+        ticket, began, holds, error = self._ticket, monotonic(), False, None
+        try:
+            prepare()
+            line = self._line = Line(ticket.address, ticket.silence_s)
+            line.greet("receiver", Limit(ticket.silence_s), ticket.token)
+            mapping = _kept.take(ticket.address, ticket.buffer, ticket.nbytes)
+            line.send(Report(ticket.refit_id, "attached"))
+            limit = Limit(ticket.receive_s)
+            mapping = self._prove(line, mapping, self._trailer(line, limit), limit)
+            bucket = Bucket(
+                ticket.refit_id,
+                [(p.spec, mapping.tensor(p.spec.dtype, p.spec.shape, p.offset)) for p in ticket.tensors],
+            )
+            self._listen(line, limit, 0.0)
+            holds = True
+            sink.landed(bucket)
+        except PitstopError as failure:
+            error = failure
+        except Exception as failure:  # noqa: BLE001 - the engine is told, whatever it was
+            error = _translated(failure, ticket)
+        nbytes = sum(placed.spec.nbytes for placed in ticket.tensors)
+        if error is None:
+            report = Report(ticket.refit_id, "landed", nbytes, monotonic() - began, holds=True)
+        else:
+            report = Report(ticket.refit_id, "failed", 0, monotonic() - began, holds, fault(error))
+        self._say(report)
+        with self._closing:
+            self._ended.set()
+            # Closed too soon, and the sink may hold what came too late: then nobody says that it has let go.
+            if not holds or self._closed:
+                self._hang_up()
+
+    def abort(self) -> None:
+        """See `Receiver.abort`."""
+        self._aborted.set()
+        if (line := self._line) is not None:
+            line.wake()
+
+    def close(self) -> None:
+        """See `Receiver.close`. Ends `run` first if need be; waits at most a second or two."""
+        self.abort()
+        self._ended.wait(_FAREWELL_S)
+        with self._closing:
+            self._closed = True
+            if self._ended.is_set() and self._line is not None:
+                self._say(LetGo(self._ticket.refit_id))
+                self._hang_up()
+
+    def _trailer(self, line: Line, limit: Limit) -> tuple[int, ...]:
+        while True:
+            if (seal := self._listen(line, limit, BEAT_S)) is not None:
+                return numbers(seal.digests)
+
+    def _prove(self, line: Line, mapping: Mapping, digests: tuple[int, ...], limit: Limit) -> Mapping:
+        try:
+            self._differing(line, mapping, digests, limit)
+        except DigestMismatch:
+            # A page that somebody in this process wrote to is ours alone and no longer shows what the trainer writes:
+            # a look through a new mapping tells that from damage.
+            mapping = _kept.take(self._ticket.address, self._ticket.buffer, self._ticket.nbytes, fresh=True)
+            self._differing(line, mapping, digests, limit)
+        return mapping
+
+    def _differing(self, line: Line, mapping: Mapping, digests: tuple[int, ...], limit: Limit) -> None:
+        while not _proving.acquire(timeout=BEAT_S):
+            self._listen(line, limit, 0.0)
+        try:
+            for _ in _proof(mapping, self._ticket.tensors).differing(digests):
+                self._listen(line, limit, 0.0)
+        finally:
+            _proving.release()
+
+    def _listen(self, line: Line, limit: Limit, seconds: float) -> Seal | None:
+        """Beat, hear what the engine says, and raise if there is no point in going on."""
+        seal = None
+        for message in line.pump(min(seconds, limit.left())):
+            if isinstance(message, Cancel | Refuse):
+                raise raised(message.error)
+            if not isinstance(message, Seal) or message.refit_id != self._ticket.refit_id:
+                raise ProtocolViolation(f"{type(message).__name__} to a receiver of {self._ticket.refit_id}")
+            seal = message
+        if self._aborted.is_set():
+            raise PeerLost("the worker was told to give this refit up", peer="worker")
+        line.silence.check(line.peer)
+        limit.check("receiving", phase="receive", replica=self._ticket.replica, rank=self._ticket.rank)
+        return seal
+
+    def _say(self, message: FromClient) -> None:
+        """Say something that matters, and stay until it has been heard: the socket does not linger."""
+        if (line := self._line) is None:
+            return
+        limit = Limit(_FAREWELL_S)
+        try:
+            line.send(message)
+            while limit.left():
+                if any(isinstance(answer, Noted | Refuse) for answer in line.pump(limit.left())):
+                    return
+        except PitstopError:
+            return
+
+    def _hang_up(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+
+
+def _proof(mapping: Mapping, placed: tuple[Placed, ...]) -> Proof:
+    known = _proofs.get(mapping)
+    if known is None or known[0] != placed:
+        _proofs[mapping] = known = (placed, Proof(placed, mapping))
+    return known[1]
+
+
+def _translated(failure: Exception, ticket: Ticket) -> PitstopError:
+    error = WorkerFailed(
+        f"rank {ticket.rank} of {ticket.replica} failed to receive: {type(failure).__name__}: {failure}",
+        replica=ticket.replica,
+        rank=ticket.rank,
+        operation="receive",
+        kind=type(failure).__name__,
+    )
+    error.remote_traceback = traceback.format_exc()
+    return error

@@ -1,0 +1,101 @@
+"""Offers and reports as what travels, and back."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Final, cast
+
+from pitstop.engine.errors import ProtocolViolation
+from pitstop.engine.refit import POLICIES, Outcome, RefitReport, ReplicaReport
+from pitstop.engine.worker_ports import ITEMSIZE, Manifest, Offer, Placed, TensorSpec
+from pitstop.transports.codec import fault, raised, words
+from pitstop.transports.messages import DTYPES, Accept, Dtype, Propose, ReplicaPart, Row, Settled
+
+WISHES: Final = frozenset(
+    {"suspend", "drain", "receive", "receive_per_gib", "finalize", "resume", "control", "silence"}
+)
+"""Deadlines that a trainer may set for its refit."""
+
+_CODES: Final = {name: code for code, name in enumerate(DTYPES)}
+_MOST: Final = 1 << 56
+
+
+def propose(offer: Offer, policy: str | None, deadlines: dict[str, float]) -> Propose:
+    """Return an offer as what travels."""
+    rows = tuple(Row(spec.name, cast(Dtype, spec.dtype), spec.shape) for spec in offer.tensors)
+    return Propose(
+        offer.refit_id, offer.weight_version, rows, offer.cast, offer.base_version, offer.headers, policy, deadlines
+    )
+
+
+def offered(message: Propose) -> Offer:
+    """Return what a trainer offers.
+
+    Raises:
+        ProtocolViolation: a size, a policy or a deadline that cannot be.
+    """
+    total = sum(ITEMSIZE[row.dtype] * prod(row.shape) for row in message.tensors)
+    if total > _MOST:
+        raise ProtocolViolation(f"an offer of {total} bytes")
+    if message.policy is not None and message.policy not in POLICIES:
+        raise ProtocolViolation(f"policy {message.policy!r} is not one of {', '.join(POLICIES)}")
+    if unknown := message.deadlines.keys() - WISHES:
+        raise ProtocolViolation(f"no such deadline: {', '.join(sorted(unknown))}")
+    specs = tuple(TensorSpec(row.name, row.dtype, row.shape) for row in message.tensors)
+    return Offer(
+        message.refit_id, message.weight_version, specs, message.cast, message.base_version, dict(message.headers)
+    )
+
+
+def accept(
+    refit_id: str, buffer: str, nbytes: int, manifest: Manifest, placed: tuple[Placed, ...], silence_s: float
+) -> Accept:
+    """Say where each row of a manifest goes."""
+    indices = words(row.index for row in manifest.rows)
+    dtypes = bytes(_CODES[cast(Dtype, row.spec.dtype)] for row in manifest.rows)
+    return Accept(refit_id, buffer, nbytes, indices, dtypes, words(p.offset for p in placed), silence_s)
+
+
+def settled(report: RefitReport) -> Settled:
+    """Return a report as what travels."""
+    replicas = {
+        name: ReplicaPart(
+            part.committed,
+            dict(part.seconds),
+            part.live,
+            part.bubble,
+            None if part.error is None else fault(part.error),
+        )
+        for name, part in report.replicas.items()
+    }
+    return Settled(
+        report.refit_id, report.weight_version, report.outcome.value, report.transport, report.nbytes, report.tensors,
+        report.seconds, report.sent_seconds, replicas, None if report.error is None else fault(report.error),
+    )  # fmt: skip
+
+
+def reported(message: Settled) -> RefitReport:
+    """Return the report that an engine sent.
+
+    Raises:
+        ProtocolViolation: an outcome that does not exist.
+    """
+    try:
+        outcome = Outcome(message.outcome)
+    except ValueError:
+        raise ProtocolViolation(f"no such outcome: {message.outcome!r}") from None
+    replicas = {
+        name: ReplicaReport(
+            name,
+            part.committed,
+            part.seconds,
+            part.live,
+            part.bubble,
+            None if part.error is None else raised(part.error),
+        )
+        for name, part in message.replicas.items()
+    }
+    return RefitReport(
+        message.refit_id, message.weight_version, outcome, message.transport, message.nbytes, message.tensors,
+        message.seconds, message.sent_seconds, replicas, None if message.error is None else raised(message.error),
+    )  # fmt: skip

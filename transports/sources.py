@@ -1,0 +1,180 @@
+"""What can be published: named tensors, a mapping of them, a module, or a checkpoint folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+
+from pitstop.engine.errors import InvalidRequest, OfferRejected
+from pitstop.engine.worker_ports import ITEMSIZE, TensorSpec
+from pitstop.transports.checkpoint_source import CheckpointSource
+from pitstop.transports.digest import CALL_BYTES, COPY, NARROW, Work
+from pitstop.transports.packing import Checks, Slot, Source
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from pitstop.transports.segment import Mapping as Segment
+
+
+@runtime_checkable
+class ModuleLike(Protocol):
+    """A torch module, as far as publishing needs it."""
+
+    def state_dict(self, *, keep_vars: bool) -> Mapping[str, Any]:
+        """Return parameters and persistent buffers by name."""
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """Return parameters by name."""
+
+
+Publishable = Mapping[str, "Tensor"] | Iterable[tuple[str, "Tensor"]] | ModuleLike | str | os.PathLike[str]
+
+
+def source_of(what: Publishable) -> Source:
+    """Return what to read from. A path is opened and its headers read; an iterable is run through once.
+
+    A module gives its parameters and persistent buffers, the tensors that its checkpoint would have.
+
+    Raises:
+        OfferRejected: something in it is not a tensor that can be sent; names it.
+        CheckpointUnreadable: the folder is absent, incomplete or half-written.
+        InvalidRequest: it is none of these.
+    """
+    if isinstance(what, str | os.PathLike):
+        return CheckpointSource(what)
+    if isinstance(what, Mapping):
+        return TensorSource(what.items())
+    if isinstance(what, ModuleLike):
+        state = what.state_dict(keep_vars=True)
+        return TensorSource((name, value) for name, value in state.items() if not name.endswith("_extra_state"))
+    if isinstance(what, Iterable):
+        return TensorSource(what)
+    raise InvalidRequest(f"{type(what).__name__} is neither named tensors, nor a module, nor a checkpoint's path")
+
+
+def close_source(source: Source) -> None:
+    """Close the files of a source that has some. Idempotent."""
+    if isinstance(source, CheckpointSource):
+        source.close()
+
+
+class TensorSource:
+    """Tensors of this process, on any device, of any layout.
+
+    They are referred to, not copied: what they hold when `pack` reads them is what is sent. Work queued on the
+    current CUDA stream when the source is made is waited for; later work is not.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        pairs = list(named)
+        self._tensors: Final = [_plain(name, value) for name, value in pairs]
+        self._specs: Final = tuple(
+            TensorSpec(str(name), str(t.dtype).removeprefix("torch."), tuple(t.shape))
+            for (name, _), t in zip(pairs, self._tensors, strict=True)
+        )
+        self._ready = _recorded(self._tensors)
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Return what there is, in order."""
+        return self._specs
+
+    def tensors(self) -> Iterator[tuple[TensorSpec, Tensor]]:
+        """Yield the tensors."""
+        yield from zip(self._specs, self._tensors, strict=True)
+
+    def pack(self, slots: Sequence[Slot], into: Segment, digests: NDArray[np.uint64]) -> Iterator[int]:
+        """See `Source.pack`. Copies and the cast from float32 to bfloat16 run in our kernels, the rest in torch."""
+        import numpy as np
+
+        rows, others = [], []
+        for row, slot in enumerate(slots):
+            tensor = self._tensors[slot.index]
+            kind = _direct(tensor, self._specs[slot.index].dtype, slot.dtype)
+            if kind is None:
+                others.append((row, slot, tensor))
+            else:
+                rows.append((row, kind, tensor.data_ptr(), into.address + slot.offset, tensor.numel()))
+        if rows:
+            row_at, kinds, source, target, count = np.array(rows, np.uint64).T.copy()
+            work = Work(kinds.astype(np.int64), source, target, count.astype(np.int64))
+            yield from work
+            digests[row_at.astype(np.int64)] = work.digests
+        yield from self._by_torch(others, into, digests)
+
+    def _by_torch(
+        self, others: Sequence[tuple[int, Slot, Tensor]], into: Segment, digests: NDArray[np.uint64]
+    ) -> Iterator[int]:
+        if not others:
+            return
+        import torch
+
+        for device, event in self._ready:
+            torch.cuda.current_stream(device).wait_event(event)
+        checks = Checks(digests)
+        for row, slot, tensor in others:
+            digests[row] = 0
+            width, start = ITEMSIZE[slot.dtype], 0
+            target = into.tensor(slot.dtype, tuple(tensor.shape), slot.offset)
+            for there, here in _slices(target, tensor):
+                there.copy_(here)
+                yield 0
+                yield from checks.add(row, there.data_ptr(), width, there.numel(), start)
+                start += there.numel()
+        yield from checks.flush()
+
+
+def _plain(name: str, value: Any) -> Tensor:
+    """Return what to read; raise `OfferRejected`, naming the tensor, if it cannot be sent."""
+    import torch
+
+    why = None
+    if not isinstance(value, torch.Tensor):
+        why = f"is a {type(value).__name__}, not a tensor"
+    elif hasattr(value, "full_tensor"):
+        why = "is spread over ranks: publish its full_tensor()"
+    elif value.is_meta:
+        why = "is on the meta device and has no content"
+    elif value.layout != torch.strided:
+        why = f"has the layout {value.layout}"
+    elif str(value.dtype).removeprefix("torch.") not in ITEMSIZE:
+        why = f"has the dtype {value.dtype}"
+    elif value.numel() and value.device.type == "cpu" and not value.data_ptr():
+        why = f"is a {type(value).__name__} without memory of its own"
+    if why is not None:
+        raise OfferRejected(f"{name} {why}", tensor=str(name))
+    plain: Tensor = value.detach()
+    return plain
+
+
+def _direct(tensor: Tensor, has: str, wanted: str) -> int | None:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_neg():
+        return None
+    if has == wanted:
+        return COPY + ITEMSIZE[has]
+    return NARROW + 4 if (has, wanted) == ("float32", "bfloat16") else None
+
+
+def _slices(target: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut along the first dimension that is longer than one, so that no copy takes long."""
+    nbytes = max(target.nbytes, tensor.nbytes)
+    dim = next((d for d, length in enumerate(tensor.shape) if length > 1), None)
+    if dim is None or nbytes <= CALL_BYTES:
+        yield target, tensor
+        return
+    step = max(1, tensor.shape[dim] * CALL_BYTES // nbytes)
+    for low in range(0, tensor.shape[dim], step):
+        length = min(step, tensor.shape[dim] - low)
+        yield target.narrow(dim, low, length), tensor.narrow(dim, low, length)
+
+
+def _recorded(tensors: Iterable[Tensor]) -> list[tuple[Any, Any]]:
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    if not devices:
+        return []
+    import torch
+
+    return [(device, torch.cuda.current_stream(device).record_event()) for device in devices]
