@@ -9,7 +9,9 @@
     │   │   ├── ShapeMismatch, DtypeMismatch, TiedTensorsDiffer
     │   │   └── StaleVersion
     │   ├── CheckpointUnreadable
-    │   └── EngineClosed, NotServing, UnsupportedPolicy
+    │   ├── EngineClosed, NotServing, UnsupportedPolicy
+    │   ├── EngineArgumentRejected  (in `vllm_backend`)
+    │   └── AlreadyConfigured       (in `pitstop.telemetry`)
     └── RemoteError               a peer, a worker or an engine failed
         ├── DeadlineExceeded, PeerLost, ReplicaDied, WorkerFailed
         ├── DigestMismatch, ProtocolViolation, CacheResetRefused

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import anyio
+import anyio.to_thread
 
 from pitstop.engine.coordinator import Coordinator
 from pitstop.engine.errors import EngineClosed, InvalidRequest, NotServing, PitstopError, UnsupportedPolicy
@@ -18,7 +19,7 @@ from pitstop.engine.flight import Flight
 from pitstop.engine.handle import RefitHandle
 from pitstop.engine.ledger import Ledger
 from pitstop.engine.lifecycle import Phase
-from pitstop.engine.ports import Backend, Booted, Observer, Renderer, Sending, Transport
+from pitstop.engine.ports import Backend, Booted, Observer, Renderer, Scalar, Sending, Transport
 from pitstop.engine.prompts import Rendered, render
 from pitstop.engine.refit import RefitOptions
 from pitstop.engine.replica import SETTLED, Replica
@@ -47,6 +48,7 @@ class Fleet:
         renderer: Renderer | None = None,
         services: Sequence[Service] = (),
         context: Callable[[], Mapping[str, str]] = dict,
+        labels: Mapping[str, Scalar] | None = None,
     ) -> None:
         self._ledger = Ledger()
         self._observer = observer
@@ -59,6 +61,7 @@ class Fleet:
         self._services = services
         self._renderer = renderer
         self._context = context
+        self._labels = {"operation": "text_completion", **(labels or {})}
         self._prefix = uuid.uuid4().hex[:8]
         self._numbers = itertools.count()
         self._supervisor: asyncio.Task[None] | None = None
@@ -125,10 +128,20 @@ class Fleet:
             group.cancel_scope.cancel()
 
     async def _ready(self) -> None:
+        if self._renderer is not None:
+            try:
+                # A tokenizer takes a second to load: not on the loop, and not at the first text prompt.
+                await anyio.to_thread.run_sync(self._renderer.decode, ())
+            except PitstopError as error:
+                log.warning("prompts must be token ids: %s", error)
+                self._renderer = None
         for replica in self.replicas:
             await replica.reached(SETTLED)
             if replica.phase is Phase.DEAD:
                 raise replica.error or NotServing(f"{replica.name} did not boot")
+
+    def _newest(self) -> int | None:
+        return self._coordinator.newest
 
     def _changed(self) -> None:
         self._router.changed()
@@ -231,6 +244,8 @@ class Fleet:
             priority=priority,
             session_id=session_id,
             trace_headers=trace_headers if trace_headers is not None else self._context(),
+            labels=self._labels,
+            newest=self._newest,
         )
 
     def _flight_or_error(

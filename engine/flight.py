@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pitstop.engine.errors import IllegalEvent, PitstopError
-from pitstop.engine.ports import Leg, Observer, Work
+from pitstop.engine.ports import Leg, Observer, Scalar, Work
 from pitstop.engine.request import Life, Piece, Request, RequestLife, SamplingParams, Span
 
 
@@ -41,6 +41,8 @@ class Flight:
     priority: int = 0
     session_id: str | None = None
     trace_headers: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, Scalar] = field(default_factory=dict)
+    newest: Callable[[], int | None] = lambda: None
     leg: Leg | None = None
     berth: Berth | None = None
     failure: PitstopError | None = None
@@ -110,11 +112,14 @@ class Flight:
                 time.time_ns(),
                 headers=self.trace_headers,
                 detail={
+                    **self.labels,
                     "prompt_tokens": len(self.prompt_token_ids),
                     "max_tokens": self.max_tokens,
                     "temperature": self.params.temperature,
                     "top_p": self.params.top_p,
                     "stream": self.deltas,
+                    **({} if self.params.seed is None else {"seed": self.params.seed}),
+                    **({} if self.session_id is None else {"session_id": self.session_id}),
                 },
             )
         )
@@ -200,6 +205,8 @@ class Flight:
             detail["replica"] = self.berth.name
         if spans:
             detail |= {"version_first": spans[0].weight_version, "version_last": spans[-1].weight_version}
+            if (newest := self.newest()) is not None:
+                self.observer.counted("rl.staleness", newest - spans[0].weight_version, {"at": "completion"})
         if self.first_token_at:
             detail["first_token_at"] = self.first_token_at
         if self.cached_tokens is not None:

@@ -17,7 +17,7 @@ import anyio.to_thread
 from pitstop.engine.errors import UnsupportedPolicy, names
 from pitstop.engine.fleet import Fleet
 from pitstop.engine.handle import RefitHandle
-from pitstop.engine.ports import Backend, Observer, Renderer, Sending, default_observer
+from pitstop.engine.ports import Backend, Observer, Renderer, Scalar, Sending, default_observer
 from pitstop.engine.refit import Deadlines, Policy, RefitOptions
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class RolloutEngine(Fleet):
         renderer: Renderer | None = None,
         observer: Observer | None = None,
         policy: Policy = "recompute",
+        labels: Mapping[str, Scalar] | None = None,
     ) -> None:
         from pitstop.telemetry.context import capture
         from pitstop.transports.control import ControlLink
@@ -68,6 +69,7 @@ class RolloutEngine(Fleet):
             renderer=renderer,
             services=[link.run],
             context=capture,
+            labels=labels,
         )
 
     @classmethod
@@ -119,7 +121,8 @@ class RolloutEngine(Fleet):
                 revision=args.get("tokenizer_revision"),
                 trust_remote_code=bool(args.get("trust_remote_code")),
             )
-        return cls(made, renderer=renderer, observer=observer, policy=policy)
+        labels = {"model": Path(model).name, "provider": backend}
+        return cls(made, renderer=renderer, observer=observer, policy=policy, labels=labels)
 
     @property
     def address(self) -> str:

@@ -237,6 +237,8 @@ class Replica:
             self._end_watch()
             self.incarnation = self.ledger.born(self.name)
             self.error = None
+            if self.incarnation == 1:
+                self.observer.transition(self._transition(Phase.DEAD, RestartAsked(), Phase.STARTING))
         self._action = asyncio.create_task(self._act(do), name=f"{self.name}:{do.value}")
 
     async def _act(self, do: Do) -> None:

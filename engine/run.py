@@ -248,7 +248,10 @@ class RefitRun:
     def _job_done(self, part: _Part, done: asyncio.Future[ReplicaReport]) -> None:
         self._jobs.discard(done)
         if not done.cancelled() and part.report is None:
-            self._done(part, done.result())
+            report = done.result()
+            if report.bubble is not None:
+                self._observer.counted("rl.suspend.bubble", report.bubble, {"transport": self._name})
+            self._done(part, report)
 
     def _failed(self, part: _Part, error: PitstopError) -> None:
         if part.report is None:
@@ -317,7 +320,7 @@ class RefitRun:
                 headers=self._offer.headers,
                 detail={
                     "refit_id": self._offer.refit_id, "weight_version": self.weight_version,
-                    "previous": -1 if previous is None else previous, "transport": self._name,
+                    "transport": self._name, **({} if previous is None else {"previous": previous}),
                     "policy": self._options.policy, "bytes": self._manifest.nbytes,
                     "tensors": len(self._manifest.rows),
                 },

@@ -1,0 +1,265 @@
+"""vLLM's layer-by-layer reload, made safe: complete or refused, undone when it failed, free of the sender's memory.
+
+vLLM moves a model's parameters to the meta device, collects what is loaded into each layer, and copies a layer into its
+old storage when it is whole. It does not mind what is missing (a layer keeps its old weights, or gets memory that
+nobody wrote), keeps references to what it was given, and leaves the model unusable when it fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pitstop.engine.errors import MissingTensors, UnexpectedTensors, names
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module, Parameter
+
+    from pitstop.engine.worker_ports import TensorSpec
+
+
+@dataclass(slots=True)
+class Reload:
+    """One reload of one model. `config` is vLLM's; `whole` says that this rank's model uses every tensor."""
+
+    model: Module
+    config: Any
+    device: Any
+    whole: bool
+    _unloaded: list[Module] = field(default_factory=list)
+    _open: bool = False
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        from vllm.config import set_current_vllm_config
+
+        # Loaders look the configuration up, and new tensors have to appear on the worker's device.
+        with set_current_vllm_config(self.config), self.device:
+            yield
+
+    def load(self, tensors: Sequence[tuple[TensorSpec, Tensor]]) -> None:
+        """Load a whole version.
+
+        Raises:
+            UnexpectedTensors: the model has no use for some of them.
+            MissingTensors: a layer did not get all that it is made of.
+        """
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        model: Any = self.model
+        # What a refit left that failed and was not undone: vLLM would take its layers for prepared.
+        self.undo()
+        with self._inside(), _Tally(tensors) as tally:
+            self._open = True
+            initialize_layerwise_reload(model)
+            model.load_weights(tally.feed())
+        unused = [spec.name for spec, tensor in tensors if not tally.used(spec, tensor)]
+        if unused and self.whole:
+            raise UnexpectedTensors(
+                f"{len(unused)} tensors were not loaded by the model: {names(unused)}", tensor=min(unused)
+            )
+        if missing := self._missing(tally):
+            raise MissingTensors(
+                f"{len(missing)} parameters did not get all their weights: {names(missing)}", tensor=min(missing)
+            )
+
+    def _missing(self, tally: _Tally) -> list[str]:
+        """Name the parameters that lack weights, and remember the layers that share another's."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        layers = [(name, layer, get_layerwise_info(layer)) for name, layer in self.model.named_modules()]
+        loaded: set[int] = set()
+        for _, layer, info in layers:
+            if not info.can_load() or info.load_numel > 0:
+                loaded.update(id(parameter) for parameter in _own(layer, info).values())
+        missing: list[str] = []
+        for name, layer, info in layers:
+            own = _own(layer, info)
+            if not info.can_load() or not own or _is_attention(layer):
+                continue
+            if info.load_numel > 0:
+                missing += [f"{name}.{part}" for part in tally.short(layer)] if self._exact() else []
+            elif all(id(parameter) in loaded for parameter in own.values()):
+                self._unloaded.append(layer)
+            else:
+                missing += [f"{name}.{part}" for part in own]
+        return missing
+
+    def _exact(self) -> bool:
+        # Quantised layers pad and derive parameters; what they lack is seen by the tensors that were not used.
+        return self.config.model_config.quantization is None
+
+    def finish(self) -> None:
+        """Do the post-load work."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with self._inside():
+            finalize_layerwise_reload(self.model, self.config.model_config)
+            if self.device.type == "cpu":
+                self._repack()
+        self._open = False
+        _synchronize(self.device)
+
+    def _repack(self) -> None:
+        """Repeat packing that a reload leaves out on the CPU."""
+        for layer in self._unloaded:
+            # A tied head computes from a packed copy of the embedding.
+            if (method := getattr(layer, "quant_method", None)) is not None and hasattr(layer, "weight"):
+                method.process_weights_after_loading(layer)
+        for layer in self.model.modules():
+            method = getattr(layer, "quant_method", None)
+            kernel = getattr(method, "moe_kernel", None)
+            experts = getattr(kernel, "fused_experts", None)
+            # vLLM 0.32 packs experts when it sets their kernel up, which it does once.
+            if hasattr(experts, "process_weights_after_loading") and hasattr(method, "_setup_kernel"):
+                _in_place(layer, experts.process_weights_after_loading)
+
+    def undo(self) -> None:
+        """Put the old parameters back where layers are open. The model runs again, in part with new weights."""
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        model: Any = self.model
+        if hasattr(model, "_original_do_torchao_reload"):
+            model._do_torchao_reload = model._original_do_torchao_reload
+        for layer in model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load() and info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+        layerwise.LOADING_LAYERS.clear()
+        self._unloaded.clear()
+        self._open = False
+
+    def detach(self) -> None:
+        """Copy what vLLM still refers to, so that the memory it was given in may go."""
+        if not self._open:
+            return
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for layer in self.model.modules():
+            for _, arguments in get_layerwise_info(layer).loaded_weights:
+                for name, value in arguments.arguments.items():
+                    if _is_content(value):
+                        arguments.arguments[name] = value.clone()
+
+
+class _Tally:
+    """Counts what reaches the parameters' loaders while a model loads `tensors`."""
+
+    def __init__(self, tensors: Sequence[tuple[TensorSpec, Tensor]]) -> None:
+        self._tensors = tensors
+        self._calls = 0
+        self._followed: set[str] = set()
+        self._starts: list[int] = []
+        self._elements: dict[int, int] = {}
+        self._seen: list[Any] = []  # keeps the ids in `_elements` from being used again
+
+    def __enter__(self) -> _Tally:
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        self._count = layerwise.get_numel_loaded
+        layerwise.get_numel_loaded = self._counting
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        layerwise.get_numel_loaded = self._count
+        self._starts.sort()
+
+    def _counting(self, loader: Any, arguments: Any) -> Any:
+        self._calls += 1
+        self._starts += [value.data_ptr() for value in arguments.arguments.values() if _is_content(value)]
+        elements, result = self._count(loader, arguments)
+        parameter = arguments.arguments.get("param")
+        self._seen.append(parameter)
+        self._elements[id(parameter)] = self._elements.get(id(parameter), 0) + elements
+        return elements, result
+
+    def feed(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors to `load_weights`."""
+        for spec, tensor in self._tensors:
+            before = self._calls
+            yield spec.name, tensor
+            if self._calls > before:
+                self._followed.add(spec.name)
+
+    def used(self, spec: TensorSpec, tensor: Tensor) -> bool:
+        """Say whether the tensor, or what was made of it, reached a loader."""
+        # Most models load each tensor before they ask for the next; one that collects them first passes views on.
+        first = bisect_left(self._starts, tensor.data_ptr())
+        inside = first < len(self._starts) and self._starts[first] < tensor.data_ptr() + max(tensor.nbytes, 1)
+        return spec.name in self._followed or inside
+
+    def short(self, layer: Module) -> list[str]:
+        """Name the parameters of a layer that got fewer elements than a checkpoint has for them."""
+        return [
+            name
+            for name, parameter in layer._parameters.items()
+            if parameter is not None
+            and name not in _NEVER_LOADED
+            and self._elements.get(id(parameter), 0) < _wanted(layer, name, parameter)
+        ]
+
+
+_NEVER_LOADED = frozenset(
+    {
+        "_expert_map", "expert_mask", "expert_global_to_physical", "expert_physical_to_global",
+        "expert_local_to_global", "e_score_correction_bias",
+    }
+)  # fmt: skip
+"""What vLLM's reload leaves alone."""
+
+
+def _wanted(layer: Module, name: str, parameter: Any) -> int:
+    rows = getattr(layer, "shard_indices", None)
+    if rows is not None and name == "weight":
+        # A vocabulary is padded up to what kernels like.
+        return int(rows.num_org_elements) * int(parameter.numel() // max(parameter.shape[0], 1))
+    return int(getattr(parameter, "weight_loader_numel", parameter.numel()))
+
+
+def _is_content(value: object) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) and not value.is_meta
+
+
+def _own(layer: Module, info: Any) -> dict[str, Parameter]:
+    """Return the parameters that a layer computes with, also while stand-ins are in their place."""
+    if info.can_load() and info.kernel_tensors is not None:
+        return dict(info.kernel_tensors[0])
+    return {name: value for name, value in layer._parameters.items() if value is not None}
+
+
+def _is_attention(layer: Module) -> bool:
+    # Its parameters are scales that most checkpoints lack; vLLM keeps the old ones.
+    try:
+        from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    except ImportError:
+        from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+        return isinstance(layer, Attention | MLAAttention)
+    return bool(is_deferred_attention_layer(layer))
+
+
+def _in_place(layer: Module, work: Any) -> None:
+    """Run `work`, which replaces parameters of `layer`, and keep the storages that they had."""
+    before = dict(layer._parameters)
+    work(layer)
+    for name, old in before.items():
+        new = layer._parameters[name]
+        if old is not None and new is not None and old.shape == new.shape and old.dtype == new.dtype:
+            old.data.copy_(new.data)
+            layer._parameters[name] = old
+
+
+def _synchronize(device: Any) -> None:
+    import torch
+
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

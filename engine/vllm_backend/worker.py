@@ -1,0 +1,171 @@
+"""Pitstop inside vLLM's workers. vLLM adds `PitstopWorker` to its worker class, by name, in every rank's process."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from importlib.metadata import entry_points
+from time import perf_counter
+from typing import Any
+
+import msgspec
+
+from pitstop.engine.errors import ErrorRecord, LocalError, PitstopError, ProtocolViolation, WorkerFailed
+from pitstop.engine.vllm_backend.reload import Reload
+from pitstop.engine.vllm_backend.sink import LayerwiseSink
+from pitstop.engine.vllm_backend.watch import start_watch
+from pitstop.engine.worker_ports import Receiver, Ticket, WorkerLayout, WorkerOp, WorkerReply
+
+_log = logging.getLogger(__name__)
+
+# On import, which is before weights are loaded: a launch that is killed while it boots would leave the engine behind.
+if multiprocessing.parent_process() is not None:
+    start_watch()
+
+
+def receiver_class(name: str) -> Callable[[Ticket], Receiver]:
+    """Resolve `module:Class` inside Pitstop's packages or among the entry points of the group `pitstop.receivers`.
+
+    Raises:
+        LocalError: it is in neither, or does not exist.
+    """
+    module, _, attribute = name.partition(":")
+    declared = any(point.value == name for point in entry_points(group="pitstop.receivers"))
+    if not declared and not module.startswith("pitstop."):
+        raise LocalError(f"{name} is neither Pitstop's nor a declared entry point in the group pitstop.receivers")
+    try:
+        found: Callable[[Ticket], Receiver] = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise LocalError(f"there is no receiver {name}: {error}") from error
+    return found
+
+
+class Landing:
+    """One refit on its way into this worker: a sink, and a receiver that fills it from a thread."""
+
+    def __init__(self, ticket: Ticket, sink: LayerwiseSink) -> None:
+        self.sink = sink
+        self._receiver = receiver_class(ticket.receiver)(ticket)
+        self._thread = threading.Thread(target=self._receive, daemon=True, name=f"pitstop-receive-{ticket.refit_id}")
+        self._thread.start()
+
+    def _receive(self) -> None:
+        try:
+            self._receiver.run(self.sink)
+        except Exception:
+            # The receiver reports what fails on its own back-channel; this is what it could not report.
+            _log.exception("a receiver failed without reporting it")
+
+    def release(self) -> None:
+        """Drop what landed and unmap it, also while it is still landing."""
+        self._receiver.abort()
+        self.sink.release()
+        if self._thread.is_alive():
+            threading.Thread(target=self._close, daemon=True, name="pitstop-close").start()
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        self._thread.join()
+        self._receiver.close()
+
+
+class WorkerSide:
+    """What one worker rank knows of its refits."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._landings: dict[str, Landing] = {}
+        extra = worker.vllm_config.additional_config
+        self._tied: dict[str, str] = extra.get("pitstop", {}).get("tied", {}) if isinstance(extra, dict) else {}
+
+    def answer(self, sent: bytes) -> bytes:
+        """Do what was asked for. Errors are part of the answer: vLLM would lose their types."""
+        started = perf_counter()
+        reply, op = WorkerReply(self._worker.rank), WorkerOp("describe")
+        try:
+            op = msgspec.msgpack.decode(sent, type=WorkerOp)
+            reply = getattr(self, op.verb)(op, reply)
+        except Exception as error:  # noqa: BLE001
+            reply = replace(reply, error=_record(error, op, self._worker.rank))
+        landing = self._landings.get(op.refit_id)
+        touched = landing is not None and landing.sink.touched
+        return msgspec.msgpack.encode(replace(reply, touched=touched, seconds=perf_counter() - started))
+
+    def describe(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
+        """Say where this rank is. Replica and incarnation are the backend's to add."""
+        world = self._worker.vllm_config.parallel_config.world_size
+        return replace(
+            reply, layout=WorkerLayout("", 0, self._worker.rank, world, os.getpid(), str(self._worker.device))
+        )
+
+    def receive(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
+        """Start the receiver of this rank's ticket."""
+        mine = [ticket for ticket in op.tickets if ticket.rank == self._worker.rank]
+        if len(mine) != 1:
+            raise ProtocolViolation(f"{len(mine)} tickets for rank {self._worker.rank}, not one")
+        if op.refit_id in self._landings:
+            raise ProtocolViolation(f"refit {op.refit_id} is already being received")
+        parallel = self._worker.vllm_config.parallel_config
+        whole = parallel.pipeline_parallel_size == 1
+        reload = Reload(self._worker.get_model(), self._worker.vllm_config, self._worker.device, whole)
+        self._landings[op.refit_id] = Landing(mine[0], LayerwiseSink(mine[0], reload, self._tied))
+        return reply
+
+    def _landing(self, op: WorkerOp) -> Landing:
+        try:
+            return self._landings[op.refit_id]
+        except KeyError:
+            raise ProtocolViolation(f"nothing was received for refit {op.refit_id}") from None
+
+    def apply(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
+        """Put what landed into the live parameters."""
+        self._landing(op).sink.apply()
+        return reply
+
+    def finalize(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
+        """Do the post-load work."""
+        self._landing(op).sink.finalize()
+        return reply
+
+    def undo(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
+        """Make a half-applied model runnable again."""
+        self._landing(op).sink.undo()
+        return reply
+
+    def release(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
+        """Drop what landed. Idempotent."""
+        if (landing := self._landings.pop(op.refit_id, None)) is not None:
+            landing.release()
+        return reply
+
+
+class PitstopWorker:
+    """The worker extension. Its names start with `pitstop_`: vLLM refuses one that its worker class has."""
+
+    def pitstop_call(self, op: bytes) -> bytes:
+        """Answer one `WorkerOp`. Called on the worker's main thread, between engine steps. Never raises."""
+        start_watch()
+        side = self.__dict__.get("pitstop_side") or WorkerSide(self)
+        self.__dict__["pitstop_side"] = side
+        return side.answer(op)
+
+
+def _record(error: Exception, op: WorkerOp, rank: int) -> ErrorRecord:
+    text = "".join(traceback.format_exception(error))
+    # Its frames refer to tensors in the sender's memory, which is about to go.
+    traceback.clear_frames(error.__traceback__)
+    if isinstance(error, PitstopError):
+        record = error.record()
+    else:
+        kind = type(error).__name__
+        record = WorkerFailed(
+            f"rank {rank} failed to {op.verb}: {kind}: {error}", rank=rank, operation=op.verb, kind=kind
+        ).record()
+    return replace(record, traceback=text)

@@ -1,0 +1,71 @@
+"""A receiver without a transport: maps a file privately, hands it to the sink, and says what happened on a socket."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import socket
+import threading
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from pitstop.engine.worker_ports import Bucket, Ticket, WeightSink
+
+
+def addresses(sink: Any) -> str:
+    """Sum up where the live parameters are."""
+    model = sink._reload.model
+    where = sorted((name, value.data_ptr(), value.numel()) for name, value in model.named_parameters())
+    return hashlib.sha256(repr(where).encode()).hexdigest()
+
+
+class FileReceiver:
+    """Its tensors alias the mapping. `close` spoils the mapping first, then unmaps it, which fails if one is left."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+        self._aborted = threading.Event()
+        self._mapping: mmap.mmap | None = None
+
+    def run(self, sink: WeightSink) -> None:
+        import torch
+
+        with Path(self._ticket.buffer).open("rb") as file:
+            mapping = self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        tensors = [
+            (
+                placed.spec,
+                torch.frombuffer(
+                    mapping, dtype=getattr(torch, placed.spec.dtype), count=prod(placed.spec.shape), offset=placed.offset
+                ).view(placed.spec.shape),
+            )
+            for placed in self._ticket.tensors
+        ]
+        if self._ticket.token == "addresses":
+            self._say(addresses(sink))
+            return
+        if self._ticket.token == "mute":
+            self._aborted.wait()
+            self._say("aborted")
+            return
+        sink.landed(Bucket(self._ticket.refit_id, tensors))
+        self._say("landed")
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+    def close(self) -> None:
+        if self._mapping is None:
+            return
+        self._mapping[:] = b"\xff" * len(self._mapping)
+        try:
+            self._mapping.close()
+        except BufferError:
+            self._say("still referred to")
+        else:
+            self._say("closed")
+
+    def _say(self, what: str) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.sendto(f"{self._ticket.rank} {what}".encode(), self._ticket.address)
