@@ -81,7 +81,9 @@ async def rate(side: Side, streams: int, tokens: int, seed: int) -> float:
 
 
 async def compare(ours: Side, theirs: Side, streams: int, tokens: int, pairs: int) -> dict[str, float]:
-    ratios, mine, other = [], [], []
+    ratios: list[float] = []
+    mine: list[float] = []
+    other: list[float] = []
     await rate(ours, streams, tokens, 1)
     await rate(theirs, streams, tokens, 2)
     for n in range(pairs):

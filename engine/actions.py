@@ -292,10 +292,9 @@ class Actions:
             job.entered(self._replica.phase)
         job.conclude()
 
+
 def _first_error(replies: Sequence[WorkerReply]) -> PitstopError | None:
     records = [reply.error for reply in replies if reply.error is not None]
     if not replies:
         return RemoteError("no worker answered")
     return from_record(records[0]) if records else None
-
-

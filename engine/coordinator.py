@@ -1,4 +1,4 @@
-"""The fleet's refit coordinator: one task that judges offers, keeps one pending version, and runs one refit at a time."""
+"""The fleet's refit coordinator: one task that judges offers, keeps one pending version, runs one refit at a time."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ class Coordinator:
     first replica begins to suspend. An offer that does not fit displaces nothing.
     """
 
-    def __init__(
-        self, replicas: Sequence[Replica], ledger: Ledger, transport: Transport, observer: Observer
-    ) -> None:
+    def __init__(self, replicas: Sequence[Replica], ledger: Ledger, transport: Transport, observer: Observer) -> None:
         self._replicas = replicas
         self._ledger = ledger
         self._transport = transport
@@ -81,7 +79,7 @@ class Coordinator:
         try:
             sending = await asked.make()
             run = await self._accept(asked, sending)
-        except Exception as failure:
+        except Exception as failure:  # noqa: BLE001 - goes to whoever asked, as the error it is
             error = failure if isinstance(failure, PitstopError) else RemoteError(f"the offer failed: {failure!r}")
             report = self._refuse(asked.handle, error)
             if sending is not None:
@@ -100,9 +98,7 @@ class Coordinator:
         offer = sending.offer
         self._check_version(offer.weight_version)
         manifest = await anyio.to_thread.run_sync(route, offer, self._inventory())
-        return RefitRun(
-            asked.handle, sending, manifest, asked.options, self._transport, self._observer, self._known
-        )
+        return RefitRun(asked.handle, sending, manifest, asked.options, self._transport, self._observer, self._known)
 
     def _check_version(self, version: int) -> None:
         runs = (self._pending, self._running[0] if self._running else None)
@@ -141,5 +137,3 @@ class Coordinator:
         )
         handle.end(report)
         return report
-
-

@@ -210,9 +210,7 @@ class Fleet:
 
     def abort(self, request_id: str | None = None) -> int:
         """End one request, or all, with what they have; return how many that were."""
-        chosen = [
-            f for r in self.replicas for f in list(r.flights.values()) if request_id in (None, f.request_id)
-        ]
+        chosen = [f for r in self.replicas for f in list(r.flights.values()) if request_id in (None, f.request_id)]
         for flight in chosen:
             if flight.leg is not None:
                 flight.leg.abort()

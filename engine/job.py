@@ -40,6 +40,7 @@ class Job:
     bubble: float | None = None
     error: PitstopError | None = None
     committed: bool = False
+    ended_at: float = 0.0
     _entered: tuple[str, float] | None = None
 
     def entered(self, phase: Phase) -> None:
@@ -49,19 +50,17 @@ class Job:
             name, since = self._entered
             self.seconds[name] = self.seconds.get(name, 0.0) + now - since
         self._entered = (_PHASE_NAMES[phase], now) if phase in _PHASE_NAMES else None
+        if self._entered is None and not self.ended_at:
+            self.ended_at = now
 
     def conclude(self) -> None:
         """Hand the report to whoever waits. Idempotent."""
         if not self.done.done():
-            report = ReplicaReport(
-                self.replica, self.committed, dict(self.seconds), self.live, self.bubble, self.error
-            )
+            report = ReplicaReport(self.replica, self.committed, dict(self.seconds), self.live, self.bubble, self.error)
             self.done.set_result(report)
 
 
-async def bounded(
-    call: Coroutine[Any, Any, T], seconds: float, *, replica: str, phase: str, peer: str = "engine"
-) -> T:
+async def bounded(call: Coroutine[Any, Any, T], seconds: float, *, replica: str, phase: str, peer: str = "engine") -> T:
     """Run a foreign coroutine in a plain task, for at most `seconds`.
 
     The task is cancelled once when time is up, and then left alone: an engine call cannot be taken back, and

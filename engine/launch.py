@@ -172,9 +172,7 @@ class RolloutEngine(Fleet):
                 )
         else:
             # Now, not later: a generator belongs to the caller, and errors in it are the caller's.
-            sending = memory_sending(
-                source, weight_version=weight_version, cast=cast, headers=said, refit_id=refit_id
-            )
+            sending = memory_sending(source, weight_version=weight_version, cast=cast, headers=said, refit_id=refit_id)
 
             async def make() -> Sending:
                 return sending
@@ -210,5 +208,3 @@ class RolloutEngine(Fleet):
 
     def _inventory_size(self) -> int:
         return next((len(r.booted.inventory.tensors) for r in self.replicas if r.booted), 0)
-
-

@@ -233,9 +233,7 @@ class Observer(Protocol):
     def opened(self, work: Work) -> Mapping[str, str]:
         """Work began; return the W3C headers that make other processes' work its children (may be empty)."""
 
-    def closed(
-        self, key: str, at: int, error: str | None = None, detail: Mapping[str, Scalar] | None = None
-    ) -> None:
+    def closed(self, key: str, at: int, error: str | None = None, detail: Mapping[str, Scalar] | None = None) -> None:
         """Work ended; `error` is the slug of what ended it."""
 
     def counted(self, name: str, value: float, detail: Mapping[str, Scalar] | None = None) -> None:
@@ -270,14 +268,14 @@ class Guarded:
         """Pass on."""
         try:
             self._observer.transition(change)
-        except Exception:
+        except Exception:  # noqa: BLE001
             self.dropped += 1
 
     def opened(self, work: Work) -> Mapping[str, str]:
         """Pass on; propagate the caller's headers if the observer fails."""
         try:
             return self._observer.opened(work)
-        except Exception:
+        except Exception:  # noqa: BLE001
             self.dropped += 1
             return work.headers
 
@@ -285,14 +283,14 @@ class Guarded:
         """Pass on."""
         try:
             self._observer.closed(key, at, error, detail)
-        except Exception:
+        except Exception:  # noqa: BLE001
             self.dropped += 1
 
     def counted(self, name: str, value: float, detail: Mapping[str, Scalar] | None = None) -> None:
         """Pass on."""
         try:
             self._observer.counted(name, value, detail)
-        except Exception:
+        except Exception:  # noqa: BLE001
             self.dropped += 1
 
 

@@ -98,9 +98,7 @@ def route(offer: Offer, inventory: Inventory) -> Manifest:
     if not offer.tensors:
         raise OfferRejected("the offer has no tensors")
     wanted = {spec.name: spec for spec in inventory.tensors}
-    known = wanted | {
-        twin: replace(wanted[base], name=twin) for twin, base in inventory.tied.items() if base in wanted
-    }
+    known = wanted | {twin: replace(wanted[base], name=twin) for twin, base in inventory.tied.items() if base in wanted}
     found = [known.get(spec.name) or known.get(plain(spec.name)) for spec in offer.tensors]
     _all_expected(offer, found, known, wanted)
     rows = [Routed(i, spec) for i, spec in enumerate(found) if spec is not None]
@@ -165,7 +163,7 @@ def _same_form(offer: Offer, rows: list[Routed]) -> None:
         raise ShapeMismatch(f"{len(shapes)} shapes differ from the model's: {names(shapes)}", tensor=min(shapes))
     if dtypes:
         raise DtypeMismatch(
-            f"{len(dtypes)} dtypes differ from the model's: {names(dtypes)}; pass cast=\"inventory\" to have "
+            f'{len(dtypes)} dtypes differ from the model\'s: {names(dtypes)}; pass cast="inventory" to have '
             "floating-point tensors cast to the model's dtypes before they are sent",
             tensor=min(dtypes),
         )

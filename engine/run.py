@@ -75,6 +75,7 @@ class RefitRun:
         self._progressed = asyncio.Event()
         self._jobs: set[asyncio.Future[ReplicaReport]] = set()
         self._began = time.monotonic()
+        self._ended_at = 0.0
         self._sent_seconds = 0.0
         self._digests: tuple[int, ...] | None = None
         self._doing: asyncio.Task[None] | None = None
@@ -213,7 +214,7 @@ class RefitRun:
                 part = self._parts.get(progress.replica)
                 if part is not None and part.report is None and progress.incarnation == part.replica.incarnation:
                     self._progress(part, progress)
-        except Exception as failure:
+        except Exception as failure:  # noqa: BLE001 - a transport's fault ends the refit, not the watch
             error = failure if isinstance(failure, PitstopError) else RemoteError(f"the transport failed: {failure!r}")
             for part in self._staging_parts():
                 self._failed(part, error)
@@ -241,12 +242,14 @@ class RefitRun:
             {"stage": part.stage_seconds},
         )  # fmt: skip
         self._jobs.add(job.done)
-        job.done.add_done_callback(lambda done: self._job_done(part, done))
+        job.done.add_done_callback(lambda done: self._job_done(part, job, done))
         replica.post(RefitOffered(self._offer.refit_id, self.weight_version), job)
         self._progressed.set()
 
-    def _job_done(self, part: _Part, done: asyncio.Future[ReplicaReport]) -> None:
+    def _job_done(self, part: _Part, job: Job, done: asyncio.Future[ReplicaReport]) -> None:
         self._jobs.discard(done)
+        # A job waits for the first token after the resume, to report its bubble: that is not the refit's time.
+        self._ended_at = max(self._ended_at, job.ended_at)
         if not done.cancelled() and part.report is None:
             report = done.result()
             if report.bubble is not None:
@@ -319,12 +322,15 @@ class RefitRun:
                 time.time_ns(),
                 headers=self._offer.headers,
                 detail={
-                    "refit_id": self._offer.refit_id, "weight_version": self.weight_version,
-                    "transport": self._name, **({} if previous is None else {"previous": previous}),
-                    "policy": self._options.policy, "bytes": self._manifest.nbytes,
+                    "refit_id": self._offer.refit_id,
+                    "weight_version": self.weight_version,
+                    "transport": self._name,
+                    **({} if previous is None else {"previous": previous}),
+                    "policy": self._options.policy,
+                    "bytes": self._manifest.nbytes,
                     "tensors": len(self._manifest.rows),
                 },
-            )  # fmt: skip
+            )
         )
 
     @property
@@ -338,7 +344,7 @@ class RefitRun:
             error = next((r.error for r in replicas.values() if r.error), None)
         report = RefitReport(
             self._offer.refit_id, self.weight_version, how, self._name, self._manifest.nbytes,
-            len(self._manifest.rows), time.monotonic() - self._began, self._sent_seconds, replicas,
+            len(self._manifest.rows), (self._ended_at or time.monotonic()) - self._began, self._sent_seconds, replicas,
             None if how is Outcome.SUPERSEDED else error,
         )  # fmt: skip
         slug = error.slug if error is not None and how is Outcome.FAILED else None

@@ -203,7 +203,7 @@ async def _one(
         result: Completion | BaseException = made if isinstance(made, Completion) else await complete(made, decode)
     except asyncio.CancelledError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - raised where the completion is taken
         result = error
     done.put_nowait((index, result))
 

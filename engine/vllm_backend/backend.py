@@ -77,13 +77,20 @@ class VllmBackend:
             ) from error
         finally:
             self._boot = None
-        life = self._life = Incarnation(replica, started.llm)
+        life = self._life = Incarnation(replica, started)
+        try:
+            return await self._booted(life, started)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _booted(self, life: Incarnation, started: Started) -> Booted:
         # Fetched by vLLM at the first request otherwise, by a call that never ends if the engine dies under it.
         await life.call("list its tasks", started.llm.get_supported_tasks())
         layout = await self._describe()
         config = started.llm.model_config
         # A restart loads the same old checkpoint: what the fleet has moved on to is not proven by it.
-        proven = started.proven and incarnation <= 1
+        proven = started.proven and self._incarnation <= 1
         if proven:
             await self.label(self._weight_version)
         return Booted(

@@ -14,7 +14,7 @@ from pitstop.engine.errors import CheckpointUnreadable
 from pitstop.engine.vllm_backend.arguments import engine_arguments
 from pitstop.engine.vllm_backend.inventory import from_headers
 from pitstop.engine.vllm_backend.meta_model import from_meta_model
-from pitstop.engine.vllm_backend.processes import children_of_thread, descendants, hold, kill
+from pitstop.engine.vllm_backend.processes import children_of_thread, descendants, hold, kill, segments
 from pitstop.engine.vllm_backend.watch import FRONTEND
 from pitstop.engine.worker_ports import Inventory
 
@@ -39,11 +39,17 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """An engine that is up, and what its checkpoint is made of. `proven`: the weights came from that checkpoint."""
+    """An engine that is up, and what its checkpoint is made of.
+
+    `proven`: the weights came from that checkpoint. `pids`: its processes, the core first. `shared`: the shared memory
+    between them, which nobody unlinks when they are killed.
+    """
 
     llm: Any
     inventory: Inventory
     proven: bool
+    pids: tuple[int, ...]
+    shared: frozenset[str]
 
 
 class Abandoned(Exception):  # noqa: N818
@@ -127,7 +133,10 @@ def start_engine(settings: Settings, boot: Boot[Started]) -> Started:
         inventory = _inventory(_download(settings, dummy=dummy), settings, dummy=dummy)
         arguments["additional_config"]["pitstop"]["tied"] = dict(inventory.tied)
     boot.check()
-    return Started(_construct(arguments, settings, boot), inventory, not dummy)
+    llm = _construct(arguments, settings, boot)
+    core: int = llm.engine_core.resources.engine_manager.processes[0].pid
+    pids = (core, *descendants(core))
+    return Started(llm, inventory, not dummy, pids, frozenset(segments(pids)))
 
 
 def _inventory(folder: Path, settings: Settings, *, dummy: bool) -> Inventory:

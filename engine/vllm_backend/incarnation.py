@@ -11,10 +11,20 @@ from typing import Any
 
 from pitstop.engine.errors import EngineClosed, InvalidRequest, PitstopError, RemoteError, ReplicaDied
 from pitstop.engine.request import Request
+from pitstop.engine.vllm_backend.boot import Started
 from pitstop.engine.vllm_backend.capabilities import probe
 from pitstop.engine.vllm_backend.leg import VllmLeg
 from pitstop.engine.vllm_backend.line import Line, copied
-from pitstop.engine.vllm_backend.processes import descendants, ended, exitcode, hold, how_it_ended, kill
+from pitstop.engine.vllm_backend.processes import (
+    descendants,
+    ended,
+    exitcode,
+    hold,
+    how_it_ended,
+    kill,
+    segments,
+    unlink_unused,
+)
 from pitstop.engine.vllm_backend.sampling import sampling_params
 
 _STOP_SECONDS = 5.0
@@ -45,8 +55,9 @@ class Marker:
 class Incarnation:
     """An `AsyncLLM` from its start to its end."""
 
-    def __init__(self, replica: str, llm: Any) -> None:
-        self.replica, self.llm = replica, llm
+    def __init__(self, replica: str, started: Started) -> None:
+        self.replica = replica
+        self.llm = llm = started.llm
         self.can = probe(llm)
         self.line = Line()
         self.trims_stops = self.can.trims_stops
@@ -57,9 +68,9 @@ class Incarnation:
         self._curious: list[asyncio.Future[None]] = []
         self._loop = asyncio.get_running_loop()
         self.death: asyncio.Future[PitstopError] = self._loop.create_future()
-        core = self._core = llm.engine_core.resources.engine_manager.processes[0]
-        self.pid: int = core.pid
-        self._pidfds = {pid: pidfd for pid in (core.pid, *descendants(core.pid)) if (pidfd := hold(pid)) is not None}
+        self.pid = started.pids[0]
+        self._shared = started.shared
+        self._pidfds = {pid: pidfd for pid in started.pids if (pidfd := hold(pid)) is not None}
         self._stamp_outputs()
         self._watch_for_the_end()
 
@@ -119,11 +130,15 @@ class Incarnation:
             self._ended("its engine core failed")
             return
         code = None if pidfd is None else exitcode(pidfd)
-        if code is None and (code := self._core.exitcode) is None and patient:
+        if code is None and (code := self._reaped()) is None and patient:
             # vLLM's own watch has reaped it in its thread, and is about to note how it ended.
             self._loop.call_later(0.01, lambda: self._look(patient=False))
         else:
             self._ended(f"its engine process {self.pid} {how_it_ended(code)}")
+
+    def _reaped(self) -> int | None:
+        code: int | None = self.llm.engine_core.resources.engine_manager.processes[0].exitcode
+        return code
 
     def _ended(self, how: str) -> None:
         self._cut(ReplicaDied(f"replica {self.replica} died: {how}", replica=self.replica))
@@ -230,6 +245,7 @@ class Incarnation:
         self.llm.output_handler.cancel()
         below = {pid: pidfd for pid in descendants(self.pid) if (pidfd := hold(pid)) is not None}
         pidfds = [*self._pidfds.values(), *below.values()]
+        shared = self._shared | segments(below)
 
         def stop() -> None:
             with contextlib.suppress(Exception):
@@ -237,6 +253,7 @@ class Incarnation:
             for pidfd in pidfds:
                 kill(pidfd)
             ended(pidfds, _STOP_SECONDS)
+            unlink_unused(shared)
             for pidfd in pidfds:
                 os.close(pidfd)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 from collections.abc import Iterable
@@ -86,6 +87,27 @@ def descendants(pid: int) -> list[int]:
             for child in _children(f"/proc/{pid}/task/{task}/children"):
                 found += [child, *descendants(child)]
     return found
+
+
+_SEGMENT = re.compile(r" (/dev/shm/(?:psm_|vllm_|sem\.mp-)\S+)$", re.MULTILINE)
+
+
+def segments(pids: Iterable[int]) -> set[str]:
+    """Return the paths of the shared memory of vLLM and multiprocessing that processes have mapped."""
+    found: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
+            found.update(_SEGMENT.findall(file.read()))
+    return found
+
+
+def unlink_unused(paths: Iterable[str]) -> None:
+    """Unlink the shared memory among `paths` that no living process has mapped."""
+    left = {path for path in paths if os.path.exists(path)}
+    if left:
+        for path in left - segments(int(name) for name in os.listdir("/proc") if name.isdigit()):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 def _children(path: str) -> list[int]:

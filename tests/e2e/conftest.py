@@ -34,8 +34,6 @@ def launch(checkpoint: Checkpoint, preloaded: None) -> Launch:
             "enforce_eager": True, "max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": 16 << 20,
             "block_size": 32, "max_num_seqs": 256, **engine_args,
         }  # fmt: skip
-        return RolloutEngine.launch(
-            checkpoint(family, seed), replicas=replicas, engine_args=args, start_method="fork"
-        )
+        return RolloutEngine.launch(checkpoint(family, seed), replicas=replicas, engine_args=args, start_method="fork")
 
     return make

@@ -187,7 +187,7 @@ async def test_a_shared_prefix_is_not_read_from_the_cache_of_the_old_weights(
             assert (await engine.generate([*prefix, 2], GREEDY)).cached_tokens == 96
             holding = engine.stream(prefix, LONG)
             await anext(holding)
-            await engine.refit(checkpoint("llama", 1), weight_version=1, policy=policy)  # type: ignore[arg-type]
+            await engine.refit(checkpoint("llama", 1), weight_version=1, policy=policy)
             after = await engine.generate([*prefix, 3], GREEDY)
             assert after.cached_tokens == 0
             assert list(after.token_ids) == list(wanted.token_ids)

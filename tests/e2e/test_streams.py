@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from pitstop.engine import Completion, Phase, RolloutEngine, SamplingParams, errors
+from pitstop.engine import Phase, RolloutEngine, SamplingParams, errors
 from tests.conftest import Checkpoint
 from tests.e2e.conftest import Launch
 
@@ -72,8 +72,9 @@ async def test_two_hundred_streams_left_in_four_ways_are_each_aborted_exactly_on
         await asyncio.gather(*tasks, *early, return_exceptions=True)
         gc.collect()
         async with asyncio.timeout(2):
-            while aborts.unfinished or engine.replicas[0].flights:
-                await asyncio.sleep(0.01)
+            await engine.replicas[0].backend.drained()
+        assert not aborts.unfinished
+        assert not engine.replicas[0].flights
         assert len(aborts.seen) == len(set(aborts.seen))
         assert len(aborts.seen) >= 150
         assert len((await engine.generate([5], SHORT)).token_ids) == 4
@@ -128,9 +129,7 @@ async def test_bad_prompts_fail_alone_and_the_engine_serves_on(launch: Launch) -
     async with launch(max_model_len=64) as engine:
         prompts: list[Any] = [[1] * 63, [1] * 64, [1] * 65, [1] * 1000, [], [320], "text"]
         prompts += [[97 + n] for n in range(8)]
-        got: dict[int, Completion] = {}
-        async for n, completion in engine.generate_async(prompts, SHORT):
-            got[n] = completion
+        got = {n: completion async for n, completion in engine.generate_async(prompts, SHORT)}
         assert [(got[n].finish_reason, len(got[n].token_ids)) for n in (0, 1)] == [("length", 1), ("length", 0)]
         assert all(isinstance(got[n].error, errors.InvalidRequest) for n in (2, 3, 4, 5))
         assert all(len(got[n].token_ids) == 4 for n in range(6, 15))
@@ -168,8 +167,6 @@ async def test_a_seed_repeats_a_request(launch: Launch) -> None:
         params = SamplingParams(max_tokens=16, seed=7, ignore_eos=True)
         first, second = [await engine.generate([97], params) for _ in range(2)]
         assert first.token_ids == second.token_ids
-
-
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

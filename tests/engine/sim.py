@@ -8,6 +8,7 @@ from typing import Any
 
 from pitstop.engine.fleet import Fleet
 from pitstop.engine.handle import RefitHandle
+from pitstop.engine.lifecycle import Phase
 from pitstop.engine.ports import Observer, Scalar, Transition, Work
 from pitstop.engine.refit import RefitOptions
 from pitstop.engine.simulated import Script, SimulatedBackend, SimulatedSending, SimulatedTransport, token_for
@@ -46,10 +47,13 @@ class SimFleet(Fleet):
     def __init__(self, backends: Sequence[SimulatedBackend], observer: Observer | None = None) -> None:
         self.sims = backends
         self.transport = SimulatedTransport()
-        self.log = observer or Log()
+        self.log = Log()
         for backend in backends:
             backend.transport = self.transport
-        super().__init__(backends, self.transport, self.log)
+        super().__init__(backends, self.transport, observer or self.log)
+
+    def phase(self, n: int = 0) -> Phase:
+        return self.replicas[n].phase
 
     def refit_to(
         self, version: int, options: RefitOptions | None = None, *, script: Script | None = None,

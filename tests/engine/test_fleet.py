@@ -103,10 +103,10 @@ async def test_a_request_without_a_token_is_withdrawn_at_the_swap_and_salted_ane
 
 async def test_bad_tensors_are_refused_before_anything_is_suspended() -> None:
     async with fleet() as engine:
-        before = list(engine.log.transitions)  # type: ignore[attr-defined]
+        before = list(engine.log.transitions)
         with pytest.raises(MissingTensors, match="b, c"):
             await engine.refit_to(1, tensors=[TensorSpec("a", "float32", (4,))])
-        assert engine.log.transitions == before  # type: ignore[attr-defined]
+        assert engine.log.transitions == before
         assert (await engine.refit_to(1)).outcome is Outcome.COMMITTED
 
 
@@ -140,14 +140,14 @@ async def test_a_torn_replica_is_quarantined_until_a_full_refit_and_never_serves
         await asyncio.sleep(0.02)
         report = await engine.refit_to(1)
         assert report.outcome is Outcome.PARTIAL
-        assert engine.replicas[0].phase is Phase.QUARANTINED
+        assert engine.phase() is Phase.QUARANTINED
         assert engine.replicas[0].weight_version is None
         outcomes = await asyncio.gather(*streams, return_exceptions=True)
         assert sum(isinstance(o, BaseException) for o in outcomes) == 2
         fresh = await asyncio.gather(*(engine.generate([n], FIVE) for n in range(4)))
         assert {c.replica for c in fresh} == {"replica-1"}
         assert (await engine.refit_to(2)).outcome is Outcome.COMMITTED
-        assert engine.replicas[0].phase is Phase.SERVING
+        assert engine.phase() is Phase.SERVING
         fresh = await asyncio.gather(*(engine.generate([n], FIVE) for n in range(4)))
         assert TORN not in {t for c in fresh for t in c.token_ids}
         assert {c.replica for c in fresh} == {"replica-0", "replica-1"}
@@ -168,7 +168,7 @@ async def test_requests_held_on_a_dying_replica_end_with_the_typed_error_and_oth
         engine.sims[0].die()
         done = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(d) for d in done].count(ReplicaDied) == 2
-        assert engine.replicas[0].phase is Phase.DEAD
+        assert engine.phase() is Phase.DEAD
         assert (await engine.generate([9], FIVE)).replica == "replica-1"
         await engine.restart()
         assert (engine.replicas[0].phase, engine.replicas[0].incarnation) == (Phase.IDLE, 2)
@@ -178,7 +178,7 @@ async def test_requests_held_on_a_dying_replica_end_with_the_typed_error_and_oth
 
 async def test_a_restarted_replica_that_proves_nothing_waits_for_a_refit() -> None:
     async with fleet(weight_version=None) as engine:
-        assert engine.replicas[0].phase is Phase.IDLE
+        assert engine.phase() is Phase.IDLE
         with pytest.raises(NotServing, match="a full refit is missing"):
             await engine.generate([1], FIVE)
         await engine.refit_to(0)
@@ -190,20 +190,20 @@ async def test_sleep_level_1_keeps_the_commit_and_level_2_needs_a_refit() -> Non
         task = asyncio.create_task(engine.generate([1], SamplingParams(max_tokens=40)))
         await asyncio.sleep(0.01)
         await engine.sleep(1)
-        assert engine.replicas[0].phase is Phase.SLEEPING
+        assert engine.phase() is Phase.SLEEPING
         with pytest.raises(NotServing, match="wake_up"):
             await engine.generate([1], FIVE)
         await engine.wake_up()
         assert (await task).spans == ((0, 0, 40),)
         await engine.sleep(2)
         await engine.wake_up()
-        assert engine.replicas[0].phase is Phase.IDLE
+        assert engine.phase() is Phase.IDLE
         with pytest.raises(NotServing, match="full refit"):
             await engine.generate([1], FIVE)
         await engine.refit_to(1)
         assert (await engine.generate([1], FIVE)).spans == ((1, 0, 5),)
         with pytest.raises(UnsupportedPolicy):
-            await engine.sleep(1, policy="keep")
+            await engine.sleep(1, policy="keep")  # type: ignore[arg-type]
 
 
 async def test_a_suspend_that_never_settles_makes_the_replica_dead_in_bounded_time(
@@ -218,7 +218,7 @@ async def test_a_suspend_that_never_settles_makes_the_replica_dead_in_bounded_ti
             await engine.refit_to(1, RefitOptions(deadlines=Deadlines(suspend=0.05)))
         with pytest.raises(Exception, match="suspend did not end"):
             await task
-        assert engine.replicas[0].phase is Phase.DEAD
+        assert engine.phase() is Phase.DEAD
 
 
 async def test_a_newer_version_supersedes_the_pending_one_and_a_bad_offer_displaces_nothing() -> None:
@@ -258,7 +258,7 @@ async def test_a_mute_receiver_costs_its_deadline_and_no_more() -> None:
         late = next(r for r in report.replicas.values() if not r.committed)
         assert late.error is not None
         assert late.error.slug == "deadline_exceeded"
-        assert engine.replicas[0].phase is Phase.SERVING
+        assert engine.phase() is Phase.SERVING
 
 
 async def test_leaving_a_stream_in_any_way_aborts_its_request_exactly_once() -> None:

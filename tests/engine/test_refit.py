@@ -87,7 +87,7 @@ PIECES = ["module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_mo
 
 @given(st.data())
 def test_wrapper_pieces_anywhere_in_a_name_are_stripped(data: st.DataObject) -> None:
-    parts = "model.layers.0.mlp.down_proj.weight".split(".")
+    parts = ["model", "layers", "0", "mlp", "down_proj", "weight"]
     wrapped = parts[:]
     for piece in data.draw(st.lists(st.sampled_from([*PIECES, "base_layer"]), max_size=4)):
         wrapped.insert(data.draw(st.integers(0, len(wrapped))), piece)

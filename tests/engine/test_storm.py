@@ -19,13 +19,27 @@ from tests.engine.sim import SimFleet, expected
 QUICK = Deadlines(
     suspend=0.05, drain=0.2, receive=0.1, receive_per_gib=0, finalize=0.1, resume=0.1, control=0.1, silence=0.1
 )
-CALLS = ["submit", "suspend", "receive", "apply", "finalize", "undo", "release", "reset_cache", "resume", "sleep", "wake"]
+CALLS = [
+    "submit",
+    "suspend",
+    "receive",
+    "apply",
+    "finalize",
+    "undo",
+    "release",
+    "reset_cache",
+    "resume",
+    "sleep",
+    "wake",
+]
 
 step = st.one_of(
     st.tuples(st.just("request"), st.integers(0, 60), st.booleans()),
     st.tuples(st.just("cancel"), st.integers(0, 9), st.none()),
     st.tuples(st.just("refit"), st.sampled_from(POLICIES), st.sampled_from([None, "raise", "hang"])),
-    st.tuples(st.just("fault"), st.tuples(st.integers(0, 1), st.sampled_from(CALLS)), st.sampled_from(["raise", "die"])),
+    st.tuples(
+        st.just("fault"), st.tuples(st.integers(0, 1), st.sampled_from(CALLS)), st.sampled_from(["raise", "die"])
+    ),
     st.tuples(st.just("land"), st.sampled_from(["raise", "hang"]), st.none()),
     st.tuples(st.just("die"), st.integers(0, 1), st.none()),
     st.tuples(st.just("restart"), st.none(), st.none()),
@@ -107,7 +121,7 @@ async def _run(steps: list[tuple[str, object, object]]) -> None:
                 others.append(asyncio.ensure_future(_swallow(handle)))
             elif kind == "fault":
                 index, call = a  # type: ignore[misc]
-                sims[index].script.plan(call, b)  # type: ignore[has-type]
+                sims[index].script.plan(call, b)  # type: ignore[arg-type, has-type]
             elif kind == "land":
                 engine.transport.script.plan("land", a)  # type: ignore[arg-type]
             elif kind == "die":

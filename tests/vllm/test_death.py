@@ -16,7 +16,7 @@ import pytest
 
 from pitstop.engine.errors import CheckpointUnreadable, EngineClosed, ReplicaDied, WorkerFailed
 from pitstop.engine.vllm_backend import EngineArgumentRejected, VllmBackend
-from pitstop.engine.vllm_backend.processes import descendants, ended, hold
+from pitstop.engine.vllm_backend.processes import descendants, ended, hold, segments
 from tests.checkpoints import tensors
 from tests.conftest import Checkpoint
 from tests.vllm.conftest import Garage
@@ -122,12 +122,15 @@ async def test_closing_ends_legs_calls_and_processes(garage: Garage) -> None:
     leg = await live.backend.submit(request(max_tokens=400))
     pids = [engine_pid(live), *descendants(engine_pid(live))]
     pidfds = [pidfd for pid in pids if (pidfd := hold(pid)) is not None]
+    shared = segments(pids)
     assert len(pidfds) >= 3
+    assert shared
     waiting = asyncio.create_task(until(leg, 10_000))
     dying = asyncio.create_task(live.backend.died())
     await asyncio.sleep(0)
     await live.close()
     assert ended(pidfds, 0)
+    assert not any(Path(path).exists() for path in shared)
     with pytest.raises(EngineClosed):
         await waiting
     with pytest.raises(EngineClosed):

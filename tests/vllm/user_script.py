@@ -11,7 +11,8 @@ from pitstop.engine.vllm_backend import VllmBackend
 
 
 async def main(model: str) -> None:
-    backend = VllmBackend(model, engine_args={"max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": 1 << 26})
+    engine_args = {"max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": 1 << 26, "enforce_eager": True}
+    backend = VllmBackend(model, engine_args=engine_args)
     booted = await backend.start("replica-0", 1)
     leg = await backend.submit(
         Request(
