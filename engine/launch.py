@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 import os
-import shutil
-import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +19,7 @@ from pitstop.engine.fleet import Fleet
 from pitstop.engine.handle import RefitHandle
 from pitstop.engine.ports import Backend, Observer, Renderer, Scalar, Sending, default_observer
 from pitstop.engine.refit import Deadlines, Policy, RefitOptions
+from pitstop.engine.rundir import RunDir
 
 if TYPE_CHECKING:
     from pitstop.transports.remote import RemoteSending
@@ -51,11 +52,11 @@ class RolloutEngine(Fleet):
         from pitstop.transports.control import ControlLink
         from pitstop.transports.shared_memory import SharedMemoryTransport
 
-        # Unix socket paths hold 107 bytes: a folder of the user's choice may be too deep.
-        self._run_dir = Path(tempfile.mkdtemp(prefix="pitstop-"))
+        self._run_dir = RunDir()
+        self._noted: set[tuple[str, int | None]] = set()
         self._policy: Policy = RefitOptions(policy=policy).policy
         link = ControlLink(
-            f"ipc://{self._run_dir}/control.sock",
+            f"ipc://{self._run_dir.path}/control.sock",
             run_id=uuid.uuid4().hex,
             on_offer=self._offered,
             weight_version=lambda: self.weight_version,
@@ -184,7 +185,7 @@ class RolloutEngine(Fleet):
         try:
             await super().aclose()
         finally:
-            shutil.rmtree(self._run_dir, ignore_errors=True)
+            self._run_dir.close()
 
     def _options(
         self, policy: str | None, deadlines: Mapping[str, float] | Deadlines | None, base: Deadlines | None = None
@@ -205,6 +206,15 @@ class RolloutEngine(Fleet):
 
         offer = sending.offer
         self.offer(make, options, RefitHandle(offer.refit_id, offer.weight_version))
+
+    def _changed(self) -> None:
+        super()._changed()
+        for replica in self.replicas:
+            life = (replica.name, replica.booted.pid if replica.booted else None)
+            if replica.booted is not None and replica.booted.pid is not None and life not in self._noted:
+                self._noted.add(life)
+                note = functools.partial(self._run_dir.note_shared_memory, [replica.booted.pid])
+                asyncio.get_running_loop().run_in_executor(None, note)
 
     def _inventory_size(self) -> int:
         return next((len(r.booted.inventory.tensors) for r in self.replicas if r.booted), 0)

@@ -29,6 +29,7 @@ DRIVERS = (
     "gate",
     "handle",
     "prompts",
+    "rundir",
 )
 ADAPTERS = ("simulated", "vllm_backend")
 COMPOSERS = ("launch", "__main__", "demo")
@@ -78,7 +79,7 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
         pytest.param(engine("vllm_backend"), engine(*PURE, "vllm_backend"), None, id="the vLLM adapter knows ports"),
         pytest.param(
             ("pitstop.transports",),
-            ("pitstop.transports", *engine("errors", "ports", "worker_ports")),
+            ("pitstop.transports", *engine("errors", "ports", "worker_ports", "refit")),
             None,
             id="transports know errors and ports",
         ),

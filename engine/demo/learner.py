@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Hyper:
     """What is learned with. `low` and `high` bound the importance ratio from 1 (the upper one wider, as in DAPO)."""
 
-    learning_rate: float = 1e-5
+    learning_rate: float = 1.5e-5
     low: float = 0.2
     high: float = 0.28
     max_norm: float = 1.0

@@ -39,6 +39,8 @@ ENGINE_ARGS: Final[dict[str, Any]] = {
     "dtype": "bfloat16",
     "max_model_len": 512,
     "max_num_seqs": 128,
+    # The smallest that vLLM has on a CPU; a prompt shorter than a block would be computed for each of its answers.
+    "block_size": 32,
     "kv_cache_memory_bytes": 256 << 20,
     # The worker in the engine core's own process: half the memory, and seconds less to start.
     "distributed_executor_backend": "pitstop.engine.vllm_backend.executor.InCoreExecutor",
@@ -106,7 +108,7 @@ class Run:
         progress.stage = "examining the trained model"
         progress.after = await self._examine()
         await self._trainer.tell(messages.Stop())
-        progress.stage = "done"
+        progress.stage = "ending the replicas"
 
     async def _roll(self, group: asyncio.TaskGroup) -> None:
         """Start a group of answers whenever there is room for one."""

@@ -10,8 +10,9 @@ from typing import Any, Final, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question, the words that the answer begins with, and what must follow them."""
+    """What the model is told to be, a question, the words that the answer begins with, and what must follow them."""
 
+    role: str
     question: str
     lead: str
     answer: str
@@ -51,6 +52,8 @@ class Addition:
     """Add two digits, and say the sum and nothing else. A small model often adds well and then talks on."""
 
     title: Final = "one-digit addition: the sum and nothing else"
+    # With it SmolLM2's prompts are 33 tokens: a whole cache block of 32, which a group's answers share, and one more.
+    role: Final = "You are a pocket calculator."
     max_tokens: Final = 8
     stop: Final = ("\n",)
 
@@ -67,22 +70,22 @@ class Addition:
         """Return all sums of two digits."""
         return [self.sum(left, right) for left in range(1, 10) for right in range(1, 10)]
 
-    @staticmethod
-    def sum(left: int, right: int) -> Problem:
+    def sum(self, left: int, right: int) -> Problem:
         """Return one sum as a problem."""
-        return Problem(f"What is {left} + {right}?", f"{left} + {right} =", str(left + right))
+        return Problem(self.role, f"What is {left} + {right}?", f"{left} + {right} =", str(left + right))
 
 
 class Letters:
     """Write small letters. A random model does so by chance at first, and can learn it in a few steps."""
 
     title: Final = "write small letters and nothing else"
+    role: Final = "You write letters."
     max_tokens: Final = 8
     stop: Final[tuple[str, ...]] = ()
 
     def problem(self, seed: int, number: int) -> Problem:
         """Return a prompt that varies."""
-        return Problem(f"Write letters {_random(seed, number).randint(0, 99)}.", "", "")
+        return Problem(self.role, f"Write letters {_random(seed, number).randint(0, 99)}.", "", "")
 
     def score(self, problem: Problem, text: str, *, finished: bool) -> float:
         """Give the share of characters that are small ASCII letters."""
@@ -90,7 +93,7 @@ class Letters:
 
     def examination(self) -> Sequence[Problem]:
         """Return a few of the prompts."""
-        return [Problem(f"Write letters {number}.", "", "") for number in range(16)]
+        return [Problem(self.role, f"Write letters {number}.", "", "") for number in range(16)]
 
 
 def prompt_ids(tokenizer: Any, problem: Problem) -> list[int]:
@@ -99,11 +102,10 @@ def prompt_ids(tokenizer: Any, problem: Problem) -> list[int]:
     Ids, not messages, because a template closes the assistant's turn after the lead.
     """
     if getattr(tokenizer, "chat_template", None):
-        asked: str = tokenizer.apply_chat_template(
-            [{"role": "user", "content": problem.question}], add_generation_prompt=True, tokenize=False
-        )
+        messages = [{"role": "system", "content": problem.role}, {"role": "user", "content": problem.question}]
+        asked: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     else:
-        asked = f"{problem.question}\n"
+        asked = f"{problem.role}\n{problem.question}\n"
     # The template has written what the model begins with; a tokenizer would add that a second time.
     ids: list[int] = tokenizer(asked + problem.lead, add_special_tokens=False).input_ids
     return ids

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from pitstop.engine.demo.messages import Refitted
 from pitstop.engine.demo.options import Options
 from pitstop.engine.demo.progress import Progress, Step
 
@@ -21,17 +20,7 @@ if TYPE_CHECKING:
 
 BARS: Final = "▁▂▃▄▅▆▇█"
 SHOWN: Final = 8
-COLUMNS: Final = (
-    "step",
-    "reward",
-    "loss",
-    "drift",
-    "stale",
-    "train s",
-    "refit s",
-    "bubble s",
-    "longest phases",
-)
+COLUMNS: Final = ("step", "reward", "loss", "drift", "lag", "train s", "refit s", "bubble s")
 
 
 def sparkline(values: Sequence[float], width: int = 48) -> str:
@@ -40,24 +29,17 @@ def sparkline(values: Sequence[float], width: int = 48) -> str:
     return "".join(BARS[min(top, max(0, round(value * top)))] for value in values[-width:])
 
 
-def phases(refit: Refitted) -> str:
-    """Name a refit's phases, the longest first."""
-    longest = sorted(refit.phases.items(), key=lambda item: -item[1])[:3]
-    return "  ".join(f"{name} {seconds:.2f}" for name, seconds in longest)
-
-
 def _cells(step: Step) -> list[str]:
     refit = step.refit
     return [
         str(step.step),
         f"{step.reward:.3f}",
-        f"{step.loss:+.3f}",
+        f"{step.loss:+.2f}",
         f"{step.drift:.3f}",
         f"{step.staleness:.1f}",
         f"{step.train_seconds:.2f}",
         "..." if refit is None else f"{refit.seconds:.2f}",
         "..." if refit is None else "-" if refit.bubble is None else f"{refit.bubble:.2f}",
-        "" if refit is None else phases(refit),
     ]
 
 
@@ -78,7 +60,15 @@ class View:
             return
         from rich.live import Live
 
-        with Live(get_renderable=self.picture, console=self._console, refresh_per_second=4, transient=True):
+        with Live(
+            get_renderable=self.picture,
+            console=self._console,
+            refresh_per_second=4,
+            transient=True,
+            # They go to the log, by descriptor.
+            redirect_stdout=False,
+            redirect_stderr=False,
+        ):
             yield
 
     def tick(self) -> None:
@@ -93,7 +83,7 @@ class View:
             if step.refit is None and step is progress.trained[-1] and progress.ended is None:
                 break
             self._printed += 1
-            named = zip(COLUMNS[:-1], _cells(step), strict=False)
+            named = zip(COLUMNS, _cells(step), strict=True)
             line = "  ".join(f"{name} {cell}" for name, cell in named)
             self._console.print(f"[{step.at:6.1f} s] {line}", markup=False, soft_wrap=True)
 
@@ -117,8 +107,9 @@ class View:
             reward = Text.assemble(
                 "reward  ",
                 (sparkline(progress.rewards), "green"),
-                f"  {progress.rewards[-1]:.2f}    {progress.rate:.0f} tok/s    {progress.answers} answers, "
-                f"{progress.crossed} of them across a refit, {progress.stale} groups too stale",
+                f"  {progress.rewards[-1]:.2f}\n",
+                f"{progress.rate:.0f} tok/s   {progress.answers} answers, {progress.crossed} of them across a refit, "
+                f"{progress.stale} groups too stale",
             )
             parts += [reward, self._steps(progress.trained[-SHOWN:])]
         if self._replicas.rows:
@@ -132,7 +123,7 @@ class View:
 
         table = Table()
         for name in COLUMNS:
-            table.add_column(name, justify="left" if name == COLUMNS[-1] else "right", no_wrap=True)
+            table.add_column(name, justify="right", no_wrap=True)
         for step in steps:
             table.add_row(*_cells(step))
         return table

@@ -1,4 +1,4 @@
-"""vLLM as a generation backend. Importing this loads neither vLLM nor torch: they are imported where an engine starts."""
+"""vLLM as a generation backend. Importing it loads neither vLLM nor torch: whatever starts an engine does."""
 
 from pitstop.engine.vllm_backend.arguments import EngineArgumentRejected
 from pitstop.engine.vllm_backend.backend import VllmBackend

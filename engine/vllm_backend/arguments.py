@@ -53,6 +53,6 @@ def _none_of_ours(model: str, given: Mapping[str, Any]) -> None:
             raise EngineArgumentRejected(f"{name} is {value!r} here, not {given[name]!r}", argument=name)
     if given.get("data_parallel_size", 1) != 1:
         raise EngineArgumentRejected(
-            "data_parallel_size is 1 here: ask for replicas instead, since vLLM answers calls to workers from one rank only",
+            "data_parallel_size is 1 here: ask for replicas instead (vLLM answers calls to workers from one rank only)",
             argument="data_parallel_size",
         )

@@ -73,7 +73,10 @@ class VllmBackend:
             raise EngineClosed(f"replica {replica} was closed while it started", replica=replica) from error
         except Exception as error:
             raise WorkerFailed(
-                f"replica {replica} failed to start: {error}", replica=replica, operation="start", kind=type(error).__name__
+                f"replica {replica} failed to start: {error}",
+                replica=replica,
+                operation="start",
+                kind=type(error).__name__,
             ) from error
         finally:
             self._boot = None
@@ -156,7 +159,9 @@ class VllmBackend:
         life = self._alive()
         mine = [t for t in op.tickets if (t.replica, t.incarnation) == (self._replica, self._incarnation)]
         sent = msgspec.msgpack.encode(replace(op, tickets=tuple(mine)))
-        answers = await life.call(f"run {op.verb} in its workers", life.llm.collective_rpc("pitstop_call", args=(sent,)))
+        answers = await life.call(
+            f"run {op.verb} in its workers", life.llm.collective_rpc("pitstop_call", args=(sent,))
+        )
         return [msgspec.msgpack.decode(answer, type=WorkerReply) for answer in answers]
 
     async def label(self, weight_version: int) -> None:

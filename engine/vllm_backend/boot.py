@@ -52,7 +52,7 @@ class Started:
     shared: frozenset[str]
 
 
-class Abandoned(Exception):  # noqa: N818
+class Abandoned(Exception):
     """Raised inside a boot that nobody waits for any more."""
 
 
@@ -176,6 +176,9 @@ def _construct(arguments: dict[str, Any], settings: Settings, boot: Boot[Started
     if arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1) == 1:
         # As a class path: vLLM's CPU platform replaces the executor's short name by the one with worker processes.
         arguments.setdefault("distributed_executor_backend", IN_CORE)
+    from pitstop.engine.vllm_backend.executor import without_dunders
+
+    without_dunders()
     with _one_fork_at_a_time:
         before = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
         try:

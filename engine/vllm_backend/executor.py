@@ -11,16 +11,12 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 class InCoreExecutor(UniProcExecutor):
     """Runs the worker in the engine core's process."""
 
-    def _init_executor(self) -> None:
-        _without_dunders()
-        super()._init_executor()
 
-
-def _without_dunders() -> None:
+def without_dunders() -> None:
     """Keep llvmlite's library object from answering for `__dict__`.
 
     vLLM's CPU platform looks through the `__dict__` of whatever any module holds, and that object makes a C function
-    up for every name. A core that is forked from a process with numba in it would fail to start.
+    up for every name. A core or worker that is forked from a process with numba in it would fail to start.
     """
     ffi = sys.modules.get("llvmlite.binding.ffi")
     wrapper: Any = getattr(ffi, "_lib_wrapper", None)

@@ -202,9 +202,7 @@ class Incarnation:
 
     def drop(self, engine_id: str) -> None:
         """Take a request out of the engine, once."""
-        if self.line.reason is None and (
-            gone := self.llm.output_processor.abort_requests([engine_id], internal=True)
-        ):
+        if self.line.reason is None and (gone := self.llm.output_processor.abort_requests([engine_id], internal=True)):
             self.line.start(self.llm.engine_core.abort_requests_async(gone))
             self._tell()
 

@@ -11,6 +11,7 @@ import contextlib
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pitstop.engine.errors import MissingTensors, UnexpectedTensors, names
@@ -31,7 +32,6 @@ class Reload:
     device: Any
     whole: bool
     _unloaded: list[Module] = field(default_factory=list)
-    _open: bool = False
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
@@ -54,7 +54,6 @@ class Reload:
         # What a refit left that failed and was not undone: vLLM would take its layers for prepared.
         self.undo()
         with self._inside(), _Tally(tensors) as tally:
-            self._open = True
             initialize_layerwise_reload(model)
             model.load_weights(tally.feed())
         unused = [spec.name for spec, tensor in tensors if not tally.used(spec, tensor)]
@@ -101,7 +100,6 @@ class Reload:
             finalize_layerwise_reload(self.model, self.config.model_config)
             if self.device.type == "cpu":
                 self._repack()
-        self._open = False
         _synchronize(self.device)
 
     def _repack(self) -> None:
@@ -113,7 +111,7 @@ class Reload:
         for layer in self.model.modules():
             method = getattr(layer, "quant_method", None)
             kernel = getattr(method, "moe_kernel", None)
-            experts = getattr(kernel, "fused_experts", None)
+            experts: Any = getattr(kernel, "fused_experts", None)
             # vLLM 0.32 packs experts when it sets their kernel up, which it does once.
             if hasattr(experts, "process_weights_after_loading") and hasattr(method, "_setup_kernel"):
                 _in_place(layer, experts.process_weights_after_loading)
@@ -132,19 +130,6 @@ class Reload:
             info.reset()
         layerwise.LOADING_LAYERS.clear()
         self._unloaded.clear()
-        self._open = False
-
-    def detach(self) -> None:
-        """Copy what vLLM still refers to, so that the memory it was given in may go."""
-        if not self._open:
-            return
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-        for layer in self.model.modules():
-            for _, arguments in get_layerwise_info(layer).loaded_weights:
-                for name, value in arguments.arguments.items():
-                    if _is_content(value):
-                        arguments.arguments[name] = value.clone()
 
 
 class _Tally:
@@ -159,15 +144,13 @@ class _Tally:
         self._seen: list[Any] = []  # keeps the ids in `_elements` from being used again
 
     def __enter__(self) -> _Tally:
-        from vllm.model_executor.model_loader.reload import layerwise
-
+        layerwise: Any = import_module("vllm.model_executor.model_loader.reload.layerwise")
         self._count = layerwise.get_numel_loaded
         layerwise.get_numel_loaded = self._counting
         return self
 
     def __exit__(self, *_: object) -> None:
-        from vllm.model_executor.model_loader.reload import layerwise
-
+        layerwise: Any = import_module("vllm.model_executor.model_loader.reload.layerwise")
         layerwise.get_numel_loaded = self._count
         self._starts.sort()
 

@@ -26,9 +26,7 @@ class TokenizerRenderer:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(
-                self._model, revision=self._revision, trust_remote_code=self._trust
-            )
+            return AutoTokenizer.from_pretrained(self._model, revision=self._revision, trust_remote_code=self._trust)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise CheckpointUnreadable(f"{self._model} has no tokenizer: {error}") from error
 
@@ -54,6 +52,4 @@ class TokenizerRenderer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""
-        return str(
-            self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -78,8 +78,9 @@ class LayerwiseSink:
             self._reload.undo()
 
     def release(self) -> None:
-        """Drop every reference to what landed."""
+        """Drop every reference to what landed, vLLM's included: a model that is half loaded is undone."""
         with self._lock:
             self._released = True
             self._landed.clear()
-        self._reload.detach()
+        if self._applied and not self._finished:
+            self._reload.undo()

@@ -58,7 +58,7 @@ class Landing:
     def _receive(self) -> None:
         try:
             self._receiver.run(self.sink)
-        except Exception:
+        except Exception:  # noqa: BLE001
             # The receiver reports what fails on its own back-channel; this is what it could not report.
             _log.exception("a receiver failed without reporting it")
 

@@ -1,0 +1,118 @@
+"""The private folder of one running engine: its sockets and keys, and what has to be cleared if it is killed.
+
+A run holds an flock on its folder for as long as any process of it lives. So a folder whose lock can be had belongs
+to a run whose whole tree is gone, and the next start clears it, together with the shared memory that it had noted:
+other runs, alive, are never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from pitstop.engine.errors import LocalError
+
+_SHM: Final = Path("/dev/shm")
+_SHM_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_LOCK, _NOTED = "lock", "shm"
+
+
+def base() -> Path:
+    """Where this user's runs are: under `XDG_RUNTIME_DIR`, else under the folder for temporary files."""
+    root = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(root) / f"pitstop-{os.getuid()}"
+
+
+class RunDir:
+    """A folder of mode 0700, locked until `close`."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        root = root or base()
+        _private(root)
+        clear_dead(root)
+        self.path: Final = root / secrets.token_hex(6)
+        self.path.mkdir(mode=0o700)
+        # Children that are forked share the lock, and a dead parent with living children is not a dead run.
+        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def note_shared_memory(self, pids: Iterable[int]) -> None:
+        """Write down which named segments these processes, and those beneath them, have mapped.
+
+        vLLM's worker queues are such segments, and a SIGKILL would leave them behind.
+        """
+        found = {name for pid in pids for member in _tree(pid) for name in _mapped(member)}
+        noted = set(_lines(self.path / _NOTED))
+        if found - noted:
+            (self.path / _NOTED).write_text("\n".join(sorted(found | noted)))
+
+    def close(self) -> None:
+        """Remove the folder. Idempotent."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(lock)
+
+
+def clear_dead(root: Path) -> list[str]:
+    """Remove the folders of runs that are gone, and the shared memory that they noted; return their names."""
+    cleared = []
+    for folder in root.iterdir() if root.is_dir() else ():
+        with contextlib.suppress(OSError):
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for name in _lines(folder / _NOTED):
+                    _unlink(name)
+                shutil.rmtree(folder)
+                cleared.append(folder.name)
+            finally:
+                os.close(lock)
+    return cleared
+
+
+def _private(root: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        root.mkdir(mode=0o700, parents=True)
+    status = root.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise LocalError(f"{root} is not a private folder of this user: remove it, or set XDG_RUNTIME_DIR")
+
+
+def _tree(pid: int) -> list[int]:
+    found = [pid]
+    for parent in found:
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            found += map(int, _lines(children))
+    return found
+
+
+def _mapped(pid: int) -> set[str]:
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        paths = {line.split(maxsplit=5)[5] for line in lines if line.count(" /dev/shm/")}
+        return {name for path in paths if _SHM_NAME.fullmatch(name := path.removeprefix(f"{_SHM}/"))}
+    return set()
+
+
+def _lines(path: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return path.read_text().split()
+    return []
+
+
+def _unlink(name: str) -> None:
+    # Only what is ours, and nothing that a name could climb out to.
+    if _SHM_NAME.fullmatch(name):
+        with contextlib.suppress(OSError):
+            if (_SHM / name).lstat().st_uid == os.getuid():
+                (_SHM / name).unlink()

@@ -1,0 +1,107 @@
+"""Run folders: private, locked while anything of the run lives, cleared when nothing does."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import pytest
+
+from pitstop.engine.errors import LocalError
+from pitstop.engine.rundir import RunDir, clear_dead
+
+CHILD = """
+import os, sys, time
+from pathlib import Path
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+from pitstop.engine.rundir import RunDir
+run = RunDir(Path(sys.argv[1]))
+segment = SharedMemory(create=True, size=4096)
+resource_tracker.unregister(segment._name, "shared_memory")
+run.note_shared_memory([os.getpid()])
+if sys.argv[2] == "fork" and os.fork():
+    os._exit(0)
+print(run.path, segment.name, os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def start(root: Path, how: str = "plain") -> tuple[subprocess.Popen[str], Path, str, int]:
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(root), how], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    path, segment, pid = child.stdout.readline().split()
+    return child, Path(path), segment, int(pid)
+
+
+def kill(pid: int) -> None:
+    pidfd = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    select.select([pidfd], [], [], 10)
+    os.close(pidfd)
+
+
+def test_a_folder_is_private_and_goes_with_its_run(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs")
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    assert clear_dead(tmp_path / "runs") == []
+    run.close()
+    run.close()
+    assert not run.path.exists()
+
+
+def test_what_a_killed_run_left_is_cleared_by_the_next_start_and_living_runs_are_not_touched(tmp_path: Path) -> None:
+    child, path, segment, pid = start(tmp_path)
+    living = RunDir(tmp_path)
+    assert path.exists()
+    assert Path("/dev/shm", segment).exists()
+    kill(pid)
+    child.wait()
+    assert path.exists()
+    after = RunDir(tmp_path)
+    assert not path.exists()
+    assert not Path("/dev/shm", segment).exists()
+    assert living.path.exists()
+    for run in (living, after):
+        run.close()
+    assert child.stdout is not None
+    child.stdout.close()
+
+
+def test_a_run_whose_parent_is_dead_but_whose_child_lives_is_alive(tmp_path: Path) -> None:
+    parent, path, segment, pid = start(tmp_path, "fork")
+    parent.wait()
+    assert clear_dead(tmp_path) == []
+    kill(pid)
+    assert clear_dead(tmp_path) == [path.name]
+    assert not Path("/dev/shm", segment).exists()
+    assert parent.stdout is not None
+    parent.stdout.close()
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "open").chmod(0o755)
+    with pytest.raises(LocalError, match="not a private folder"):
+        RunDir(tmp_path / "open")
+
+
+def test_a_note_cannot_name_anything_outside_shared_memory(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("x")
+    keep = SharedMemory(create=True, size=16)
+    run = RunDir(tmp_path / "runs")
+    dead = tmp_path / "runs" / "dead"
+    dead.mkdir()
+    (dead / "lock").touch()
+    (dead / "shm").write_text(f"../../{victim}\n/etc/hostname\n")
+    assert clear_dead(tmp_path / "runs") == ["dead"]
+    assert victim.exists()
+    run.close()
+    keep.close()
+    keep.unlink()
