@@ -26,11 +26,12 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from pitstop.engine.refit import Outcome, RefitReport, route
-from pitstop.engine.worker_ports import Bucket, Inventory, Placed, TensorSpec, WorkerLayout
+from pitstop.engine.worker_ports import Bucket, Inventory, Placed, TensorSpec, Ticket, WorkerLayout
 from pitstop.transports import Publisher
 from pitstop.transports.buckets import place
 from pitstop.transports.control import ControlLink
@@ -97,7 +98,7 @@ class Shared:
         width = np.array([2 for _ in placed])
         source = np.array([self.read.address + p.offset for p in placed], np.uint64)
         target = np.array([t.data_ptr() for t in self.own], np.uint64)
-        return Work(COPY + width, source, target, np.array([t.numel() for t in self.own]))
+        return Work(COPY, width, source, target, np.array([t.numel() for t in self.own]))
 
 
 def timed(method: Callable[[], object]) -> float:
@@ -169,7 +170,7 @@ def worker(pipe: Connection) -> None:
     prepare().result()
     sink = Sink()
     while (ticket := pipe.recv()) is not None:
-        receiver = SegmentReceiver(ticket)
+        receiver = SegmentReceiver(msgspec.msgpack.decode(ticket, type=Ticket))
         thread = threading.Thread(target=receiver.run, args=(sink,))
         thread.start()
         pipe.send(None)
@@ -233,10 +234,10 @@ async def refit(nbytes: int, count: int, rounds: int) -> dict[str, Any]:
 
 async def one(transport: SharedMemoryTransport, sending: RemoteSending, pipe: Connection, began: float) -> float:
     offer = sending.offer
-    manifest = route(offer, Inventory(offer.tensors))
+    manifest = await asyncio.to_thread(route, offer, Inventory(offer.tensors))
     layout = WorkerLayout("r0", 1, 0, 1, 0, "cpu")
     tickets = await transport.plan(offer, manifest, [layout], (120.0, 5.0))
-    pipe.send(tickets[0])
+    await asyncio.to_thread(lambda: pipe.send(msgspec.msgpack.encode(tickets[0])))
     await asyncio.to_thread(pipe.recv)
     await transport.seal(await sending.send(manifest, tickets))
     async for progress in transport.watch(offer.refit_id):

@@ -21,7 +21,7 @@ from pitstop.engine.ledger import Ledger
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.ports import Backend, Booted, Observer, Renderer, Scalar, Sending, Transport
 from pitstop.engine.prompts import Rendered, render
-from pitstop.engine.refit import RefitOptions
+from pitstop.engine.refit import Policy, RefitOptions, RefitReport
 from pitstop.engine.replica import SETTLED, Replica
 from pitstop.engine.request import Completion, Prompt, RequestLife, SamplingParams
 from pitstop.engine.router import Router
@@ -59,6 +59,7 @@ class Fleet:
         self._coordinator = Coordinator(self.replicas, self._ledger, transport, observer)
         self._router = Router(self.replicas, lambda: self._coordinator.busy)
         self._services = services
+        self._transport = transport
         self._renderer = renderer
         self._context = context
         self._labels = {"operation": "text_completion", **(labels or {})}
@@ -310,6 +311,34 @@ class Fleet:
         """Wake every sleeping replica. After level 2 it serves nothing until a refit."""
         self._must_be_open()
         await self._all(r.wake() for r in self.replicas if r.phase is Phase.SLEEPING)
+
+    async def recover(self, *, policy: Policy = "recompute") -> RefitReport | None:
+        """Bring dead, quarantined and idle replicas back to the version that the fleet serves.
+
+        Dead ones are booted anew. The version comes from where the last refit left it; the trainer is not asked.
+        Returns the report of that refit, or None when every replica serves already.
+
+        Raises:
+            NotServing: the last version is no longer at hand: publish it again, or refit from a checkpoint.
+        """
+        self._must_be_open()
+        await self.restart()
+        version = self._coordinator.newest
+        if all(r.weight_version == version and r.weight_version is not None for r in self.replicas):
+            return None
+        sending = self._transport.replay(version) if version is not None else None
+        if sending is None:
+            raise NotServing(
+                f"version {version} is no longer at hand: publish it again, or refit from a checkpoint",
+                weight_version=version,
+            )
+
+        async def make() -> Sending:
+            return sending
+
+        offer = sending.offer
+        handle = RefitHandle(offer.refit_id, offer.weight_version)
+        return await self.offer(make, RefitOptions(policy=policy), handle)
 
     async def restart(self, replica: str | None = None) -> None:
         """Boot dead replicas anew, one by name or all. They have proven nothing and serve after their next refit."""

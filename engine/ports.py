@@ -168,6 +168,12 @@ class Transport(Protocol):
     async def release(self, refit_id: str) -> None:
         """The refit is over for every receiver: the room may be used again. Idempotent."""
 
+    def replay(self, weight_version: int) -> Sending | None:
+        """Return a far end that delivers a sealed version again, from the room it still lies in; None if it is gone.
+
+        Its offer names the version as the trainer sent it, under a refit id of its own.
+        """
+
 
 class Sending(Protocol):
     """The far end of one offer: a trainer, here or in another process."""

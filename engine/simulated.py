@@ -11,8 +11,9 @@ import contextlib
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
+from uuid import uuid4
 
 from pitstop.engine.errors import PitstopError, RemoteError, ReplicaDied
 from pitstop.engine.ports import Booted
@@ -352,6 +353,14 @@ class SimulatedTransport:
         self._progress: dict[str, asyncio.Queue[Progress | None]] = {}
         self._waiting: dict[str, list[tuple[Ticket, SimulatedBackend]]] = {}
         self._versions: dict[str, int] = {}
+        self._last: Offer | None = None
+        self._offers: dict[str, Offer] = {}
+
+    def replay(self, weight_version: int) -> SimulatedSending | None:
+        """See `Transport.replay`."""
+        if self._last is None or self._last.weight_version != weight_version:
+            return None
+        return SimulatedSending(replace(self._last, refit_id=uuid4().hex))
 
     async def plan(
         self, offer: Offer, manifest: Manifest, receivers: Sequence[WorkerLayout], limits: tuple[float, float]
@@ -360,6 +369,7 @@ class SimulatedTransport:
         self._progress[offer.refit_id] = asyncio.Queue()
         self._waiting[offer.refit_id] = []
         self._versions[offer.refit_id] = offer.weight_version
+        self._offers[offer.refit_id] = offer
         return [
             Ticket(
                 offer.refit_id, layout.replica, layout.incarnation, layout.rank, "simulated", "", manifest.nbytes,
@@ -374,6 +384,7 @@ class SimulatedTransport:
 
     async def seal(self, trailer: Trailer) -> None:
         """See `Transport.seal`. The fault "raise" of `land` fails one receiver, "hang" keeps it silent."""
+        self._last = self._offers.get(trailer.refit_id)
         for ticket, backend in self._waiting[trailer.refit_id]:
             fault = self.script.next("land")
             if fault is None:
@@ -400,6 +411,7 @@ class SimulatedTransport:
             queue.put_nowait(None)
         self._waiting.pop(refit_id, None)
         self._versions.pop(refit_id, None)
+        self._offers.pop(refit_id, None)
 
 
 class SimulatedSending:

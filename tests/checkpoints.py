@@ -1,7 +1,7 @@
 """Tiny random checkpoints in the form that a trainer writes: config, tokenizer, safetensors with Hugging Face names.
 
-Two seeds of one family are the T0 and T1 of the tests: same shapes, unrelated content, so that greedy tokens differ from
-the first one on. Torch is imported by the functions that make tensors, not by this module.
+Two seeds of one family are the T0 and T1 of the tests: same shapes, unrelated content, so that greedy tokens differ
+from the first one on. Torch is imported by the functions that make tensors, not by this module.
 """
 
 from __future__ import annotations
@@ -151,7 +151,9 @@ def write(folder: Path, family: str, seed: int, *, dtype: str = "float32", shard
         })
     )  # fmt: skip
     # A server that took its defaults from here would sample other tokens than the trainer asked for.
-    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.3, "top_k": 5, "top_p": 0.5}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "temperature": 0.3, "top_k": 5, "top_p": 0.5})
+    )
     content = tensors(family, seed, dtype=dtype)
     if shards == 1:
         save_file(content, folder / "model.safetensors")

@@ -126,14 +126,15 @@ class CheckpointSource:
             target = into.address + slot.offset + start * wanted
             if (entry.spec.dtype, slot.dtype) == ("float32", "bfloat16"):
                 work = Work(
-                    np.array([NARROW + has]),
+                    NARROW,
+                    np.array([has]),
                     np.array([wide.ctypes.data], np.uint64),
                     np.array([target], np.uint64),
                     np.array([count]),
                     np.array([start]),
                 )
                 yield from work
-                digests[row] += work.digests[0]
+                digests[row : row + 1] += work.digests
                 continue
             read = torch.from_numpy(wide[:nbytes]).view(getattr(torch, entry.spec.dtype))
             into.tensor(slot.dtype, (count,), slot.offset + start * wanted).copy_(read)

@@ -42,6 +42,7 @@ from pitstop.transports.zmq_link import Hub, pid_space, pidfd
 _LOG: Final = logging.getLogger(__name__)
 _TICK_S: Final = 0.1
 _LAST_WORDS_S: Final = 0.05
+_FORGOTTEN_S: Final = 600.0
 _AT_ONCE: Final = 32
 _MANY: Final = 2000
 _MOST_VIOLATIONS: Final = 16
@@ -142,7 +143,7 @@ class ControlLink:
         Raises:
             LocalError: the address cannot be bound.
         """
-        hub, probe = Hub(self.address), Probe()
+        hub, probe = Hub(self.address, self._wake.set), Probe()
         loop = asyncio.get_running_loop()
         loop.add_reader(hub.fileno(), self._wake.set)
         self._bound.set()
@@ -262,6 +263,8 @@ class ControlLink:
             # What it said last may still be on its way here, and counts.
             if client.died_at is not None and monotonic() - client.died_at > _LAST_WORDS_S:
                 self._drop(identity, PeerLost(f"{client.name} died", peer=client.name))
+            elif client.pidfd is None and monotonic() - client.heard_at > _FORGOTTEN_S:
+                self._drop(identity, PeerLost(f"{client.name} is gone", peer=client.name), dead=False)
 
     def _drop(self, identity: bytes, error: PitstopError, *, dead: bool = True) -> None:
         """Forget a client; `dead`: it cannot touch a segment any more."""

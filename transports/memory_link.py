@@ -17,7 +17,7 @@ from pitstop.engine.worker_ports import Manifest, Offer, Ticket, Trailer
 from pitstop.transports.packing import Slot, Source
 from pitstop.transports.pool import WRITING
 from pitstop.transports.segment import Kept
-from pitstop.transports.sources import Publishable, close_source, source_of
+from pitstop.transports.sources import Publishable, source_of
 
 _STOP_S: Final = 2.0
 _kept: Final = Kept("write")
@@ -78,7 +78,7 @@ class MemorySending:
                 kind = type(error).__name__
                 result = WorkerFailed(f"reading the source failed: {error!r}", operation="send", kind=kind)
             finally:
-                close_source(source)
+                source.close()
                 WRITING.discard(refit_id)
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                 loop.call_soon_threadsafe(_resolve, digests, result)
@@ -116,7 +116,7 @@ class MemorySending:
         self._stop.set()
         source, self._source = self._source, None
         if source is not None:
-            close_source(source)
+            source.close()
 
     def _pack(self, source: Source, manifest: Manifest, ticket: Ticket) -> tuple[int, ...]:
         import numpy as np

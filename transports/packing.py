@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from pitstop.engine.errors import DigestMismatch, ProtocolViolation, names
 from pitstop.engine.worker_ports import ITEMSIZE, Placed, TensorSpec
@@ -28,6 +28,7 @@ class Slot:
     offset: int
 
 
+@runtime_checkable
 class Source(Protocol):
     """What a publisher reads from. It must not change from the offer until `pack` has ended."""
 
@@ -40,6 +41,9 @@ class Source(Protocol):
         Raises:
             CheckpointUnreadable: the files have changed or cannot be read.
         """
+
+    def close(self) -> None:
+        """Let go of what it reads from. Idempotent."""
 
 
 def checked(specs: Sequence[TensorSpec], slots: Sequence[Slot], nbytes: int) -> None:
@@ -79,8 +83,7 @@ class Checks:
         row, address, itemsize, count, start = np.array(self._parts, np.uint64).T.copy()
         self._parts.clear()
         self._nbytes = 0
-        width = itemsize.astype(np.int64)
-        work = Work(CHECK + width, address, address, count.astype(np.int64), start.astype(np.int64))
+        work = Work(CHECK, itemsize.astype(np.int64), address, address, count.astype(np.int64), start.astype(np.int64))
         yield from work
         np.add.at(self._digests, row.astype(np.int64), work.digests)
 
@@ -98,7 +101,7 @@ class Proof:
         address = offset + np.uint64(mapping.address)
         if placed and int(offset[-1]) + int(nbytes[-1]) > mapping.nbytes:
             raise ProtocolViolation(f"{self._names[-1]} lies outside the segment", tensor=self._names[-1])
-        self._work = Work(CHECK + width, address, address, nbytes // width)
+        self._work = Work(CHECK, width, address, address, nbytes // width)
 
     def differing(self, digests: Sequence[int]) -> Iterator[int]:
         """Digest everything, yielding the number of bytes done every few milliseconds.

@@ -13,7 +13,6 @@ from pitstop.engine.errors import PitstopError, RefitFailed
 from pitstop.engine.refit import Outcome, RefitReport
 from pitstop.engine.worker_ports import Offer
 from pitstop.transports.packing import Source
-from pitstop.transports.sources import close_source
 
 
 class PublishHandle:
@@ -63,7 +62,7 @@ class PublishHandle:
         """The source is free; return whether it was not before. Called by the publisher's thread."""
         if self.source is None:
             return False
-        close_source(self.source)
+        self.source.close()
         self.source = None
         self.sent.set()
         return True

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -22,22 +23,18 @@ from uuid import uuid4
 
 from pitstop.engine.errors import (
     EngineClosed,
-    InvalidRequest,
     LocalError,
     PeerLost,
     PitstopError,
     ProtocolViolation,
-    UnsupportedPolicy,
     WorkerFailed,
 )
 from pitstop.engine.ports import Guarded, Observer, Scalar, Work, default_observer
-from pitstop.engine.refit import POLICIES
 from pitstop.engine.worker_ports import Offer
-from pitstop.transports.codec import fault, numbers, raised, words
+from pitstop.transports.codec import fault, raised, words
 from pitstop.transports.deadline import BEAT_S, Limit
 from pitstop.transports.digest import prepare
 from pitstop.transports.messages import (
-    DTYPES,
     Accept,
     Bye,
     Cancel,
@@ -48,11 +45,11 @@ from pitstop.transports.messages import (
     Settled,
     Welcome,
 )
-from pitstop.transports.packing import Slot, checked
+from pitstop.transports.packing import checked
 from pitstop.transports.publish_handle import PublishHandle
-from pitstop.transports.reports import WISHES, propose, reported
+from pitstop.transports.reports import accepted, judge, propose, reported
 from pitstop.transports.segment import Kept, why_not
-from pitstop.transports.sources import Publishable, close_source, source_of
+from pitstop.transports.sources import Publishable, source_of
 from pitstop.transports.zmq_link import Line
 
 _LOG: Final = logging.getLogger(__name__)
@@ -70,6 +67,7 @@ class Publisher:
     def __init__(self, line: Line, welcome: Welcome, observer: Observer | None) -> None:
         self.transport: Final = "shared_memory"
         self.weight_version: Final = welcome.weight_version
+        self._pid = os.getpid()
         self._line = line
         self._observer = default_observer() if observer is None else Guarded(observer)
         self._kept = Kept("write")
@@ -129,7 +127,7 @@ class Publisher:
             PeerLost: the engine is gone.
         """
         wishes = dict(deadlines or {})
-        _judge(weight_version, cast, policy, wishes)
+        judge(weight_version, cast, policy, wishes)
         source = source_of(what)
         try:
             offer = Offer(uuid4().hex[:16], weight_version, source.specs(), cast, None, dict(headers or {}))
@@ -140,7 +138,7 @@ class Publisher:
                 self._handles[offer.refit_id] = handle
                 self._new.append(handle)
         except BaseException:
-            close_source(source)
+            source.close()
             raise
         self._line.wake()
         return handle
@@ -247,7 +245,7 @@ class Publisher:
         source = handle.source
         if source is None:
             raise PeerLost("the source is free already", peer="trainer")
-        slots = _slots(message)
+        slots = accepted(message)
         checked(handle.offer.tensors, slots, message.nbytes)
         mapping = self._kept.take(self._line.address, message.buffer, message.nbytes)
         digests = np.zeros(len(slots), np.uint64)
@@ -266,6 +264,8 @@ class Publisher:
             self._line.pump(limit.left())  # raises when the engine answers with its own Bye
 
     def _must_be_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise LocalError("this publisher was made before a fork: connect anew in this process")
         if self._closing:
             raise EngineClosed("the publisher is closed")
         if self._lost is not None:
@@ -307,25 +307,3 @@ def _negotiate(welcome: Welcome, address: str) -> None:
         why = f"the engine offers {', '.join(welcome.transports) or 'none'}"
     if why is not None:
         raise LocalError(f"no transport to the engine at {address}: shared_memory: {why}", address=address)
-
-
-def _slots(message: Accept) -> list[Slot]:
-    indices, offsets = numbers(message.indices), numbers(message.offsets)
-    if not len(indices) == len(offsets) == len(message.dtypes) or any(code >= len(DTYPES) for code in message.dtypes):
-        raise ProtocolViolation("the engine's rows are of different lengths, or of dtypes that do not exist")
-    return [Slot(i, DTYPES[code], at) for i, code, at in zip(indices, message.dtypes, offsets, strict=True)]
-
-
-def _judge(weight_version: int, cast: str | None, policy: str | None, deadlines: Mapping[str, float]) -> None:
-    if not isinstance(weight_version, int) or isinstance(weight_version, bool) or not 0 <= weight_version < 1 << 62:
-        raise InvalidRequest(f"weight_version is {weight_version!r}, not a number from 0 on")
-    if cast not in (None, "inventory"):
-        raise UnsupportedPolicy(f'cast is {cast!r}, neither None nor "inventory"')
-    if policy is not None and policy not in POLICIES:
-        raise UnsupportedPolicy(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
-    if unknown := deadlines.keys() - WISHES:
-        raise UnsupportedPolicy(
-            f"no such deadline: {', '.join(sorted(unknown))}; there are {', '.join(sorted(WISHES))}"
-        )
-    if wrong := [name for name, seconds in deadlines.items() if not seconds > 0 and name != "receive_per_gib"]:
-        raise UnsupportedPolicy(f"deadline {wrong[0]} is {deadlines[wrong[0]]} s, not above 0")

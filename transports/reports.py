@@ -1,15 +1,17 @@
-"""Offers and reports as what travels, and back."""
+"""Offers, places and reports as what travels, and back."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Final, cast
 
-from pitstop.engine.errors import ProtocolViolation
+from pitstop.engine.errors import InvalidRequest, ProtocolViolation, UnsupportedPolicy
 from pitstop.engine.refit import POLICIES, Outcome, RefitReport, ReplicaReport
 from pitstop.engine.worker_ports import ITEMSIZE, Manifest, Offer, Placed, TensorSpec
-from pitstop.transports.codec import fault, raised, words
+from pitstop.transports.codec import fault, numbers, raised, words
 from pitstop.transports.messages import DTYPES, Accept, Dtype, Propose, ReplicaPart, Row, Settled
+from pitstop.transports.packing import Slot
 
 WISHES: Final = frozenset(
     {"suspend", "drain", "receive", "receive_per_gib", "finalize", "resume", "control", "silence"}
@@ -56,6 +58,18 @@ def accept(
     return Accept(refit_id, buffer, nbytes, indices, dtypes, words(p.offset for p in placed), silence_s)
 
 
+def accepted(message: Accept) -> list[Slot]:
+    """Return where the engine wants each tensor.
+
+    Raises:
+        ProtocolViolation: rows that do not fit together.
+    """
+    indices, offsets = numbers(message.indices), numbers(message.offsets)
+    if not len(indices) == len(offsets) == len(message.dtypes) or any(code >= len(DTYPES) for code in message.dtypes):
+        raise ProtocolViolation("the engine's rows are of different lengths, or of dtypes that do not exist")
+    return [Slot(i, DTYPES[code], at) for i, code, at in zip(indices, message.dtypes, offsets, strict=True)]
+
+
 def settled(report: RefitReport) -> Settled:
     """Return a report as what travels."""
     replicas = {
@@ -99,3 +113,19 @@ def reported(message: Settled) -> RefitReport:
         message.refit_id, message.weight_version, outcome, message.transport, message.nbytes, message.tensors,
         message.seconds, message.sent_seconds, replicas, None if message.error is None else raised(message.error),
     )  # fmt: skip
+
+
+def judge(weight_version: int, cast: str | None, policy: str | None, deadlines: Mapping[str, float]) -> None:
+    """Raise `InvalidRequest` or `UnsupportedPolicy` if a trainer asks for what cannot be."""
+    if not isinstance(weight_version, int) or isinstance(weight_version, bool) or not 0 <= weight_version < 1 << 62:
+        raise InvalidRequest(f"weight_version is {weight_version!r}, not a number from 0 on")
+    if cast not in (None, "inventory"):
+        raise UnsupportedPolicy(f'cast is {cast!r}, neither None nor "inventory"')
+    if policy is not None and policy not in POLICIES:
+        raise UnsupportedPolicy(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
+    if unknown := deadlines.keys() - WISHES:
+        raise UnsupportedPolicy(
+            f"no such deadline: {', '.join(sorted(unknown))}; there are {', '.join(sorted(WISHES))}"
+        )
+    if wrong := [name for name, seconds in deadlines.items() if not seconds > 0 and name != "receive_per_gib"]:
+        raise UnsupportedPolicy(f"deadline {wrong[0]} is {deadlines[wrong[0]]} s, not above 0")

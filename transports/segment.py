@@ -13,7 +13,10 @@ import os
 import re
 import secrets
 import weakref
-from mmap import ACCESS_COPY, ACCESS_WRITE, mmap
+from collections.abc import Callable
+from ctypes import CDLL, c_int, c_long, c_size_t, c_ubyte, c_void_p, get_errno
+from math import prod
+from mmap import MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE
 from threading import Lock
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -26,7 +29,15 @@ if TYPE_CHECKING:
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PATH: Final = re.compile(r"/proc/[1-9][0-9]*/fd/[0-9]+")
+_FAILED: Final = c_void_p(-1).value
+
+_libc = CDLL(None, use_errno=True)
+_libc.mmap.restype = c_void_p
+_libc.mmap.argtypes = [c_void_p, c_size_t, c_int, c_int, c_int, c_long]
+_libc.munmap.argtypes = [c_void_p, c_size_t]
+
 _open: weakref.WeakSet[Segment] = weakref.WeakSet()
+_mapped: dict[int, Callable[[], object]] = {}
 
 
 class Segment:
@@ -57,10 +68,12 @@ class Segment:
 
 
 def _forget() -> None:
-    # A forked child would keep the memory of segments alive that its parent has long let go of.
+    # A forked child would keep memory alive that its parent has long let go of. It must not look into it anyway.
     for segment in list(_open):
         with contextlib.suppress(OSError):
             segment.close()
+    for unmap in list(_mapped.values()):
+        unmap()
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -70,7 +83,8 @@ class Mapping:
     """Somebody's view of a segment.
 
     It is unmapped when nothing refers to it any more, never sooner: `bytes`, and every tensor made from it, keep it
-    alive, since memory that is unmapped under a view is a crash and not an error.
+    alive, since memory that is unmapped under a view is a crash and not an error. (Not the `mmap` module's: that
+    keeps a descriptor of its own, which a forked child would hold on to.)
     """
 
     def __init__(self, path: str, nbytes: int, mode: Literal["write", "read"]) -> None:
@@ -82,27 +96,36 @@ class Mapping:
             if os.fstat(fd).st_size < nbytes or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise WorkerFailed(f"{path} is not a sealed segment of {nbytes} bytes", operation="attach")
             # A private mapping lets readers have tensors without a way to change what others read.
-            mapped = mmap(fd, nbytes, access=ACCESS_WRITE if mode == "write" else ACCESS_COPY)
-        except OSError as error:
-            raise WorkerFailed(f"{path} cannot be mapped: {error}", operation="attach") from None
+            sharing = MAP_SHARED if mode == "write" else MAP_PRIVATE
+            address = _libc.mmap(None, nbytes, PROT_READ | PROT_WRITE, sharing, fd, 0)
         finally:
             os.close(fd)
+        if address == _FAILED:
+            raise WorkerFailed(f"{path} cannot be mapped: {os.strerror(get_errno())}", operation="attach")
+        block = (c_ubyte * nbytes).from_address(address)
+        unmap = weakref.finalize(block, _unmap, address, nbytes)
+        unmap.atexit = False
+        _mapped[address] = unmap
         self.nbytes = nbytes
-        self.bytes: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
-        self.address = int(self.bytes.ctypes.data)
+        self.address = int(address)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(memoryview(block), np.uint8)
+        self._flat: dict[str, Tensor] = {}
 
     def tensor(self, dtype: str, shape: tuple[int, ...], offset: int) -> Tensor:
-        """Return a view of a part of the segment; it keeps the mapping alive."""
-        import torch
+        """Return a view of a part of the segment; it keeps the mapping alive. `offset` must suit the dtype."""
+        flat = self._flat.get(dtype)
+        if flat is None:
+            import torch
 
-        element: torch.dtype = getattr(torch, dtype)
-        count = 1
-        for length in shape:
-            count *= length
-        if not count:
-            return torch.empty(shape, dtype=element)
-        flat = torch.from_numpy(self.bytes[offset : offset + count * element.itemsize])
-        return flat.view(element).view(shape)
+            element: torch.dtype = getattr(torch, dtype)
+            whole = torch.from_numpy(self.bytes[: self.nbytes // element.itemsize * element.itemsize])
+            self._flat[dtype] = flat = whole.view(element)
+        return flat.narrow(0, offset // flat.itemsize, prod(shape)).view(shape)
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    _mapped.pop(address, None)
+    _libc.munmap(address, nbytes)
 
 
 class Kept:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from time import monotonic
 from typing import Final, Literal
 
-from pitstop.engine.errors import PeerLost, PitstopError, RemoteError
+from pitstop.engine.errors import EngineClosed, PeerLost, PitstopError, RemoteError
 from pitstop.engine.worker_ports import Manifest, Offer, Progress, Ticket, Trailer, WorkerLayout
 from pitstop.transports.buckets import place
 from pitstop.transports.codec import fault, raised, words
@@ -42,9 +42,14 @@ class SharedMemoryTransport:
         self, offer: Offer, manifest: Manifest, receivers: Sequence[WorkerLayout], limits: tuple[float, float]
     ) -> Sequence[Ticket]:
         """See `Transport.plan`."""
-        await self._link.ready()
-        placed, nbytes = place(row.spec for row in manifest.rows)
-        lease = self._pool.take(offer.refit_id, nbytes)
+        try:
+            async with asyncio.timeout(limits[1]):
+                await self._link.ready()
+        except TimeoutError:
+            raise EngineClosed("the control link does not run") from None
+        # In a thread: a mixture of experts has tens of thousands of rows, and letting go of memory takes its time.
+        placed, nbytes = await asyncio.to_thread(place, [row.spec for row in manifest.rows])
+        lease = await asyncio.to_thread(self._pool.take, offer.refit_id, nbytes)
         self._refits[offer.refit_id] = refit = _Refit(lease, limits[1])
         tickets = []
         for layout in receivers:

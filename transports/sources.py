@@ -31,7 +31,7 @@ class ModuleLike(Protocol):
         """Return parameters by name."""
 
 
-Publishable = Mapping[str, "Tensor"] | Iterable[tuple[str, "Tensor"]] | ModuleLike | str | os.PathLike[str]
+Publishable = Mapping[str, "Tensor"] | Iterable[tuple[str, "Tensor"]] | ModuleLike | str | os.PathLike[str] | Source
 
 
 def source_of(what: Publishable) -> Source:
@@ -44,6 +44,8 @@ def source_of(what: Publishable) -> Source:
         CheckpointUnreadable: the folder is absent, incomplete or half-written.
         InvalidRequest: it is none of these.
     """
+    if isinstance(what, Source):
+        return what
     if isinstance(what, str | os.PathLike):
         return CheckpointSource(what)
     if isinstance(what, Mapping):
@@ -53,13 +55,7 @@ def source_of(what: Publishable) -> Source:
         return TensorSource((name, value) for name, value in state.items() if not name.endswith("_extra_state"))
     if isinstance(what, Iterable):
         return TensorSource(what)
-    raise InvalidRequest(f"{type(what).__name__} is neither named tensors, nor a module, nor a checkpoint's path")
-
-
-def close_source(source: Source) -> None:
-    """Close the files of a source that has some. Idempotent."""
-    if isinstance(source, CheckpointSource):
-        source.close()
+    raise InvalidRequest(f"{type(what).__name__} is neither named tensors, nor a module, nor a path, nor a source")
 
 
 class TensorSource:
@@ -70,10 +66,13 @@ class TensorSource:
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        import torch
+
+        known = {getattr(torch, name): name for name in ITEMSIZE}
         pairs = list(named)
-        self._tensors: Final = [_plain(name, value) for name, value in pairs]
+        self._tensors: Final = [_plain(name, value, known) for name, value in pairs]
         self._specs: Final = tuple(
-            TensorSpec(str(name), str(t.dtype).removeprefix("torch."), tuple(t.shape))
+            TensorSpec(str(name), known[t.dtype], tuple(t.shape))
             for (name, _), t in zip(pairs, self._tensors, strict=True)
         )
         self._ready = _recorded(self._tensors)
@@ -90,20 +89,26 @@ class TensorSource:
         """See `Source.pack`. Copies and the cast from float32 to bfloat16 run in our kernels, the rest in torch."""
         import numpy as np
 
-        rows, others = [], []
+        direct: dict[int, list[tuple[int, int, int, int, int]]] = {COPY: [], NARROW: []}
+        others = []
         for row, slot in enumerate(slots):
-            tensor = self._tensors[slot.index]
-            kind = _direct(tensor, self._specs[slot.index].dtype, slot.dtype)
+            tensor, has = self._tensors[slot.index], self._specs[slot.index].dtype
+            kind = _direct(tensor, has, slot.dtype)
             if kind is None:
                 others.append((row, slot, tensor))
             else:
-                rows.append((row, kind, tensor.data_ptr(), into.address + slot.offset, tensor.numel()))
-        if rows:
-            row_at, kinds, source, target, count = np.array(rows, np.uint64).T.copy()
-            work = Work(kinds.astype(np.int64), source, target, count.astype(np.int64))
-            yield from work
-            digests[row_at.astype(np.int64)] = work.digests
+                place = into.address + slot.offset
+                direct[kind].append((row, ITEMSIZE[has], tensor.data_ptr(), place, tensor.numel()))
+        for kind, rows in direct.items():
+            if rows:
+                row_at, itemsize, source, target, count = np.array(rows, np.uint64).T.copy()
+                work = Work(kind, itemsize.astype(np.int64), source, target, count.astype(np.int64))
+                yield from work
+                digests[row_at.astype(np.int64)] = work.digests
         yield from self._by_torch(others, into, digests)
+
+    def close(self) -> None:
+        """Do nothing: whoever made the source drops it, and the tensors with it."""
 
     def _by_torch(
         self, others: Sequence[tuple[int, Slot, Tensor]], into: Segment, digests: NDArray[np.uint64]
@@ -127,35 +132,35 @@ class TensorSource:
         yield from checks.flush()
 
 
-def _plain(name: str, value: Any) -> Tensor:
+def _plain(name: str, value: Any, known: Mapping[Any, str]) -> Tensor:
     """Return what to read; raise `OfferRejected`, naming the tensor, if it cannot be sent."""
     import torch
 
     why = None
     if not isinstance(value, torch.Tensor):
         why = f"is a {type(value).__name__}, not a tensor"
-    elif hasattr(value, "full_tensor"):
+    elif type(value) not in (torch.Tensor, torch.nn.Parameter) and hasattr(value, "full_tensor"):
         why = "is spread over ranks: publish its full_tensor()"
     elif value.is_meta:
         why = "is on the meta device and has no content"
     elif value.layout != torch.strided:
         why = f"has the layout {value.layout}"
-    elif str(value.dtype).removeprefix("torch.") not in ITEMSIZE:
+    elif value.dtype not in known:
         why = f"has the dtype {value.dtype}"
-    elif value.numel() and value.device.type == "cpu" and not value.data_ptr():
+    elif value.is_cpu and not value.data_ptr() and value.numel():
         why = f"is a {type(value).__name__} without memory of its own"
     if why is not None:
         raise OfferRejected(f"{name} {why}", tensor=str(name))
-    plain: Tensor = value.detach()
+    plain: Tensor = value.detach() if value.requires_grad else value
     return plain
 
 
 def _direct(tensor: Tensor, has: str, wanted: str) -> int | None:
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_neg():
+    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
         return None
     if has == wanted:
-        return COPY + ITEMSIZE[has]
-    return NARROW + 4 if (has, wanted) == ("float32", "bfloat16") else None
+        return COPY
+    return NARROW if (has, wanted) == ("float32", "bfloat16") else None
 
 
 def _slices(target: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -172,7 +177,7 @@ def _slices(target: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _recorded(tensors: Iterable[Tensor]) -> list[tuple[Any, Any]]:
-    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     if not devices:
         return []
     import torch

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
 from time import monotonic
@@ -200,12 +201,16 @@ class Line:
 
 
 class Hub:
-    """The engine's end. Never blocks: what cannot be sent at once is not sent."""
+    """The engine's end. Never blocks: what cannot be sent at once is not sent.
 
-    def __init__(self, address: str) -> None:
+    `arrived` is called when sending has swallowed the news, which `fileno` gives only once, that something came.
+    """
+
+    def __init__(self, address: str, arrived: Callable[[], None]) -> None:
         if not address.startswith(_SCHEME):
             raise LocalError(f"{address!r} is not an address: this version knows {_SCHEME}<path>", address=address)
         self.address: Final = address
+        self._arrived = arrived
         self._path = Path(address.removeprefix(_SCHEME))
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._context = zmq.Context()
@@ -230,6 +235,8 @@ class Hub:
         """Send to one client; False if it is gone or reads nothing."""
         try:
             self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
+            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self._arrived()
         except zmq.ZMQError:
             return False
         return True

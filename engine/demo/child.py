@@ -15,6 +15,7 @@ from pitstop.engine.errors import WorkerFailed
 M = TypeVar("M", messages.Ready, messages.Trained, messages.Refitted)
 
 FAREWELL_SECONDS: Final = 3.0
+SILENCE_SECONDS: Final = 300.0
 
 
 class Trainer:
@@ -66,13 +67,15 @@ class Trainer:
         """Wait for the next message of a kind.
 
         Raises:
-            WorkerFailed: the trainer failed or is gone; carries its traceback.
+            WorkerFailed: the trainer failed or is gone, and carries its traceback; or it says nothing for too long.
         """
         queue = self._queue(kind)
         getting = asyncio.ensure_future(queue.get())
         try:
             either: set[asyncio.Future[Any]] = {getting, self._lost}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(either, timeout=SILENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise WorkerFailed(f"the trainer owed a {kind.__name__} message for {SILENCE_SECONDS:.0f} s")
             if not getting.done():
                 self._lost.result()
             message = getting.result()

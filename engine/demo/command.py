@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Final
 from pitstop.engine.demo.models import SMOLLM2, prepare_model
 from pitstop.engine.demo.options import Options, parse
 from pitstop.engine.errors import PitstopError
+from pitstop.engine.rundir import RunDir
 
 if TYPE_CHECKING:
     from pitstop.engine.demo.progress import Progress
@@ -24,6 +26,8 @@ NEEDED: Final = ("rich", "torch", "transformers", "safetensors", "vllm")
 LOG: Final = "engine.log"
 INTERRUPTED: Final = 130
 TICK_SECONDS: Final = 0.25
+LONGEST_FOLDER: Final = 60
+"""A socket's path has 107 characters at most, and vLLM's are named by 36 of them."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,11 +43,34 @@ def main(argv: Sequence[str]) -> int:
     prepare_environment()
     try:
         options.run_dir.mkdir(parents=True, exist_ok=True)
-        with _quiet(options.run_dir / LOG) as (out, err):
+        with _scratch(), _quiet(options.run_dir / LOG) as (out, err):
             return _shown(options, out, err)
     except OSError as error:
         print(f"pitstop demo: {error}", file=sys.stderr)
         return 1
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[None]:
+    """Have this run's temporary files, and its children's, in one folder that goes when the run does.
+
+    vLLM's engines are ended by SIGKILL, which leaves their sockets. What a SIGKILL of ourselves leaves is cleared by
+    the next start.
+    """
+    folder = RunDir()
+    before = os.environ.get("TMPDIR")
+    try:
+        if len(str(folder.path)) <= LONGEST_FOLDER:
+            os.environ["TMPDIR"] = str(folder.path)
+            # It remembers.
+            tempfile.tempdir = None
+        yield
+    finally:
+        os.environ.pop("TMPDIR", None)
+        if before is not None:
+            os.environ["TMPDIR"] = before
+        tempfile.tempdir = None
+        folder.close()
 
 
 @contextlib.contextmanager

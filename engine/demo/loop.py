@@ -18,6 +18,7 @@ from pitstop.engine.demo.options import Options
 from pitstop.engine.demo.progress import Progress
 from pitstop.engine.demo.task import Problem, prompt_ids
 from pitstop.engine.demo.trainer import Training
+from pitstop.engine.demo.witness import witness
 from pitstop.engine.errors import PitstopError, WorkerFailed
 
 ENVIRONMENT: Final = {
@@ -100,7 +101,7 @@ class Run:
             async with asyncio.TaskGroup() as group:
                 rolling = group.create_task(self._roll(group))
                 refits = group.create_task(self._follow_refits())
-                await self._learn()
+                await self._learn(group)
                 rolling.cancel()
                 await refits
         except BaseExceptionGroup as failed:
@@ -158,12 +159,22 @@ class Run:
     def _version(self) -> int:
         return self._engine.weight_version or 0
 
-    async def _learn(self) -> None:
+    async def _learn(self, group: asyncio.TaskGroup) -> None:
         for step in range(self._options.steps):
             batch = await self._batch(step)
             await self._trainer.tell(messages.Batch(step + 1, [_record(rollout.group) for rollout in batch]))
             self._progress.learned(await self._trainer.hear(messages.Trained), batch)
+            # The refit begins now. The router spreads the streams over the replicas.
+            for _ in self._engine.replicas:
+                group.create_task(self._witness())
             self._progress.write(self._options.run_dir)
+
+    async def _witness(self) -> None:
+        try:
+            self._progress.saw(await witness(self._engine, self._tokenizer))
+        except PitstopError:
+            # A replica that died took it along. Whether the run can go on is for the rollouts to find out.
+            self._progress.broken += 1
 
     async def _batch(self, version: int) -> list[Rollout]:
         async with self._changed:

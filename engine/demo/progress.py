@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pitstop.engine.demo.buffer import Rollout
 from pitstop.engine.demo.messages import Refitted, Trained
+from pitstop.engine.demo.witness import Witness
 
 WINDOW = 5
 """Steps at either end whose rewards are compared."""
@@ -46,6 +47,10 @@ class Progress:
     crossed: int = 0
     stale: int = 0
     sample: str = ""
+    witnesses: int = 0
+    broken: int = 0
+    longest_pause: float = 0.0
+    across: Witness | None = None
     before: float | None = None
     after: float | None = None
     begun: float = field(default_factory=time.monotonic)
@@ -59,6 +64,13 @@ class Progress:
         self.answers += len(rollout.group.answers)
         self.tokens += sum(len(answer.token_ids) for answer in rollout.group.answers)
         self.crossed += rollout.crossed
+
+    def saw(self, witness: Witness) -> None:
+        """A stream that was open through a refit has ended."""
+        if witness.crossed:
+            self.witnesses += 1
+            self.longest_pause = max(self.longest_pause, witness.pause)
+            self.across = witness
 
     def learned(self, message: Trained, rollouts: Sequence[Rollout]) -> None:
         """A step is done; its refit follows."""
@@ -122,6 +134,9 @@ class Progress:
             "tokens": self.tokens,
             "answers": self.answers,
             "answers_across_versions": self.crossed,
+            "streams_across_a_refit": self.witnesses,
+            "streams_broken": self.broken,
+            "longest_pause_of_a_stream": self.longest_pause,
             "groups_too_stale": self.stale,
             "tokens_per_second": self.rate,
             "seconds": (self.ended or time.monotonic()) - self.begun,

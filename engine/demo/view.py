@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Final
 
 from pitstop.engine.demo.options import Options
 from pitstop.engine.demo.progress import Progress, Step
+from pitstop.engine.demo.witness import Witness
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType
     from rich.table import Table
+    from rich.text import Text
 
     from pitstop.telemetry.live import Live as Replicas
 
@@ -76,9 +78,6 @@ class View:
         if self._console.is_terminal:
             return
         progress = self._progress
-        if progress.stage != self._stage:
-            self._stage = progress.stage
-            self._console.print(f"[{time.monotonic() - progress.begun:6.1f} s] {self._stage}", markup=False)
         for step in progress.trained[self._printed :]:
             if step.refit is None and step is progress.trained[-1] and progress.ended is None:
                 break
@@ -86,6 +85,9 @@ class View:
             named = zip(COLUMNS, _cells(step), strict=True)
             line = "  ".join(f"{name} {cell}" for name, cell in named)
             self._console.print(f"[{step.at:6.1f} s] {line}", markup=False, soft_wrap=True)
+        if progress.stage != self._stage:
+            self._stage = progress.stage
+            self._console.print(f"[{time.monotonic() - progress.begun:6.1f} s] {self._stage}", markup=False)
 
     def picture(self) -> Group:
         """Return the whole picture."""
@@ -114,6 +116,8 @@ class View:
             parts += [reward, self._steps(progress.trained[-SHOWN:])]
         if self._replicas.rows:
             parts.append(self._replicas.render())
+        if progress.across is not None:
+            parts.append(story(progress.across))
         if progress.sample:
             parts.append(Text(f"latest: {progress.sample}", style="dim", overflow="ellipsis", no_wrap=True))
         return Group(*parts)
@@ -143,12 +147,24 @@ class View:
             self._console.print(line, highlight=False, soft_wrap=True)
 
 
+def story(witness: Witness) -> Text:
+    """Show a stream that went on across a refit, each part with the version that made it."""
+    from rich.text import Text
+
+    text = Text("a stream across a refit: ", overflow="ellipsis", no_wrap=True)
+    for version, piece in witness.pieces:
+        text.append(f"[v{version}]", style="bold magenta")
+        # Newlines and whatever else a model of this size comes up with.
+        text.append("".join(character if character.isprintable() else " " for character in piece), style="dim")
+    return text
+
+
 def summary(progress: Progress) -> list[tuple[str, str]]:
     """Return the result as names and values."""
     first, last = progress.gain()
     rows = [
         ("steps", str(len(progress.trained))),
-        ("reward over time", sparkline(progress.rewards)),
+        ("reward over time", sparkline(progress.rewards, 40)),
         ("mean reward, first and last steps", f"{first:.3f} -> {last:.3f}  ({last - first:+.3f})"),
     ]
     if progress.before is not None and progress.after is not None:
@@ -156,10 +172,13 @@ def summary(progress: Progress) -> list[tuple[str, str]]:
     rows.append(("rollouts", f"{progress.answers} answers, {progress.tokens} tokens, {progress.rate:.0f} tok/s"))
     stalest = max(step.stalest for step in progress.trained)
     rows.append(("answers that span a refit", f"{progress.crossed}; oldest trained on: {stalest} versions"))
+    if progress.witnesses:
+        pause = f"longest pause {progress.longest_pause:.2f} s"
+        rows.append(("streams read across a refit", f"{progress.witnesses}, {progress.broken} broken, {pause}"))
     if refits := progress.refits:
         seconds = statistics.median(refit.seconds for refit in refits)
         size = refits[-1].nbytes / 1e6
-        rows.append(("refits", f"{len(refits)} x {size:.0f} MB by {refits[-1].transport}, median {seconds:.2f} s"))
+        rows.append(("refits", f"{len(refits)} x {size:.3g} MB, median {seconds:.2f} s, by {refits[-1].transport}"))
         bubbles = [refit.bubble for refit in refits if refit.bubble is not None]
         if bubbles:
             rows.append(("bubble", f"median {statistics.median(bubbles):.2f} s, longest {max(bubbles):.2f} s"))

@@ -337,3 +337,26 @@ async def test_a_replica_that_cannot_boot_fails_the_launch_with_its_reason() -> 
     with pytest.raises(Exception, match="scripted: start"):
         async with SimFleet([SimulatedBackend(), backend]):
             pass
+
+
+async def test_recover_brings_dead_and_quarantined_replicas_back_without_the_trainer() -> None:
+    async with fleet(3) as engine:
+        engine.sims[1].script.plan("apply", "raise")
+        assert (await engine.refit_to(4)).outcome is Outcome.PARTIAL
+        engine.sims[2].die()
+        await engine.replicas[2].reached(frozenset({Phase.DEAD}))
+        report = await engine.recover()
+        assert report is not None
+        assert set(report.replicas) == {"replica-1", "replica-2"}
+        assert {engine.phase(n) for n in range(3)} == {Phase.SERVING}
+        assert {r.weight_version for r in engine.replicas} == {4}
+        assert await engine.recover() is None
+
+
+async def test_recover_says_what_to_do_when_the_version_is_gone() -> None:
+    async with fleet(2) as engine:
+        engine.sims[0].die()
+        await engine.replicas[0].reached(frozenset({Phase.DEAD}))
+        with pytest.raises(NotServing, match="publish it again"):
+            await engine.recover()
+        assert engine.phase() is Phase.IDLE

@@ -49,36 +49,54 @@ def sha(tensor: Any) -> str:
     return hashlib.sha256(repr((str(tensor.dtype), tuple(tensor.shape))).encode() + raw).hexdigest()
 
 
-def work(connection: Connection) -> None:
-    """A worker process: receives in a thread, answers questions about what landed."""
-    from pitstop.transports.shared_memory import SegmentReceiver
+class Worker:
+    """A worker rank of this process: receives in a thread, answers questions about what landed."""
 
-    sink, receiver, thread = Sink(), None, None
+    def __init__(self) -> None:
+        self.sink = Sink()
+        self.pid = os.getpid()
+        self._receiver: Any = None
+        self._thread: threading.Thread | None = None
+
+    def ask(self, order: str, argument: object = None) -> Any:
+        return getattr(self, order)(*(() if argument is None else (argument,)))
+
+    def receive(self, ticket: Ticket) -> None:
+        from pitstop.transports.shared_memory import SegmentReceiver
+
+        self._receiver = SegmentReceiver(ticket)
+        self._thread = threading.Thread(target=self._receiver.run, args=(self.sink,))
+        self._thread.start()
+
+    def alive(self) -> bool:
+        return True
+
+    def content(self) -> dict[str, str] | None:
+        assert self._thread is not None
+        self._thread.join(30)
+        return self.sink.content() if self.sink.bucket is not None else None
+
+    def scribble(self) -> None:
+        """Write into what landed, as a loader might."""
+        assert self.sink.bucket is not None
+        for _, tensor in self.sink.bucket.tensors:
+            tensor.fill_(1)
+
+    def release(self) -> None:
+        self.sink.release()
+        if self._receiver is not None:
+            self._receiver.close()
+
+    def descriptors(self) -> list[str]:
+        return descriptors()
+
+
+def work(connection: Connection) -> None:
+    """A worker process."""
+    worker = Worker()
     while True:
         order, argument = connection.recv()
-        answer: Any = None
-        if order == "receive":
-            receiver = SegmentReceiver(argument)
-            thread = threading.Thread(target=receiver.run, args=(sink,))
-            thread.start()
-        elif order == "content":
-            assert thread is not None
-            thread.join(30)
-            answer = sink.content() if sink.bucket is not None else None
-        elif order == "scribble":
-            # A loader that writes into what it was given.
-            assert sink.bucket is not None
-            sink.bucket.tensors[0][1].fill_(3)
-        elif order == "release":
-            sink.release()
-            if receiver is not None:
-                receiver.close()
-        elif order == "descriptors":
-            answer = descriptors()
-        elif order == "stop":
-            connection.send(None)
-            return
-        connection.send(answer)
+        connection.send(worker.ask(order, argument))
 
 
 def descriptors() -> list[str]:
@@ -115,28 +133,31 @@ def train(connection: Connection, address: str, orders: list[tuple[int, dict[str
 
 
 def crawl(connection: Connection, address: str, options: dict[str, Any]) -> None:
-    """A trainer that is slow to send: it says where it is, so that a test can strike in the middle."""
+    """A trainer that takes half a minute to send: it says when it has begun, so that a test can strike then."""
     from pitstop.engine.errors import PitstopError
     from pitstop.transports import Publisher
-    from pitstop.transports.sources import TensorSource
-    from tests.transports.weights import weights
+    from tests.transports.weights import slow
 
-    pack = TensorSource.pack
-
-    def slowly(self: TensorSource, *arguments: Any) -> Iterator[int]:
-        connection.send("sending")
-        for _ in range(600):
-            threading.Event().wait(0.05)
-            yield 0
-        yield from pack(self, *arguments)
-
-    TensorSource.pack = slowly  # type: ignore[method-assign]
     with Publisher.connect(address) as publisher:
-        handle = publisher.publish(weights(1).items(), weight_version=1, **options)
+        handle = publisher.publish(slow(lambda: connection.send("sending")), weight_version=1, **options)
         try:
             handle.result(60)
         except PitstopError as error:
             connection.send(error.slug)
+
+
+def leave(connection: Connection, address: str, how: str) -> None:
+    """A trainer that ends in the middle of a send, without closing anything."""
+    from pitstop.transports import Publisher
+    from tests.transports.weights import slow
+
+    publisher = Publisher.connect(address)
+    begun = threading.Event()
+    publisher.publish(slow(begun.set), weight_version=1)
+    begun.wait(20)
+    connection.send("sending")
+    if how == "exception":
+        raise SystemExit(3)
 
 
 class Child:
@@ -153,9 +174,12 @@ class Child:
         assert self.process.pid is not None
         return self.process.pid
 
-    def ask(self, order: str, argument: object = None, timeout: float = 60.0) -> Any:
+    def ask(self, order: str, argument: object = None) -> Any:
         self.pipe.send((order, argument))
-        return self.answer(timeout)
+        return self.answer()
+
+    def alive(self) -> bool:
+        return self.process.is_alive()
 
     def answer(self, timeout: float = 60.0) -> Any:
         if not self.pipe.poll(timeout):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from pitstop.engine.worker_ports import Inventory, Progress, Ticket, WorkerLayou
 from pitstop.transports.control import ControlLink
 from pitstop.transports.remote import RemoteSending
 from pitstop.transports.shared_memory import SharedMemoryTransport
-from tests.transports.children import Child
+from tests.transports.children import Child, Worker
 from tests.transports.weights import inventory, weights
 
 
@@ -27,20 +28,20 @@ class Rig:
     model: Inventory
     limits: tuple[float, float] = (30.0, 5.0)
     progress: list[Progress] = field(default_factory=list)
-    buffers: list[str] = field(default_factory=list)
+    buffers: list[int] = field(default_factory=list)  # inodes of the segments used
 
     async def offer(self) -> RemoteSending:
         async with asyncio.timeout(30):
             return await self.offers.get()
 
-    async def plan(self, sending: Sending, workers: Sequence[Child]) -> Sequence[Ticket]:
+    async def plan(self, sending: Sending, workers: Sequence[Child | Worker]) -> Sequence[Ticket]:
         manifest = route(sending.offer, self.model)
         layouts = [WorkerLayout("r0", 1, n, len(workers), w.pid, "cpu") for n, w in enumerate(workers)]
         tickets = await self.transport.plan(sending.offer, manifest, layouts, self.limits)
-        self.buffers += [ticket.buffer for ticket in tickets[:1]]
+        self.buffers += [os.stat(ticket.buffer).st_ino for ticket in tickets[:1]]
         return tickets
 
-    async def refit(self, sending: Sending, workers: Sequence[Child], *, release: bool = True) -> RefitReport:
+    async def refit(self, sending: Sending, workers: Sequence[Child | Worker], *, release: bool = True) -> RefitReport:
         """One refit as the coordinator runs it; every worker lands or the report says why not."""
         error: PitstopError | None = None
         try:
@@ -73,9 +74,9 @@ class Rig:
                     break
         return over
 
-    async def release(self, sending: Sending, workers: Sequence[Child]) -> None:
+    async def release(self, sending: Sending, workers: Sequence[Child | Worker]) -> None:
         for worker in workers:
-            if worker.process.is_alive():
+            if worker.alive():
                 await asyncio.to_thread(worker.ask, "release")
         await self.transport.release(sending.offer.refit_id)
 
@@ -104,3 +105,10 @@ async def rig(folder: Path, model: Inventory | None = None) -> AsyncIterator[Rig
     finally:
         task.cancel()
         await asyncio.wait({task}, timeout=10)
+
+
+async def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait until something holds; a generous limit, for machines that are busy."""
+    async with asyncio.timeout(seconds):
+        while not holds():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)

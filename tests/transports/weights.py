@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from pitstop.engine.worker_ports import Inventory, TensorSpec
+from pitstop.transports.sources import TensorSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,3 +33,22 @@ def inventory(tensors: dict[str, Tensor]) -> Inventory:
     return Inventory(
         tuple(TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items())
     )
+
+
+class Slow(TensorSource):
+    """Takes half a minute to read, looking up often, as any source does."""
+
+    begun: Callable[[], None]
+
+    def pack(self, *arguments: Any) -> Iterator[int]:
+        self.begun()
+        for _ in range(600):
+            time.sleep(0.05)
+            yield 0
+        yield from super().pack(*arguments)
+
+
+def slow(begun: Callable[[], None]) -> Slow:
+    source = Slow(weights(1).items())
+    source.begun = begun
+    return source

@@ -72,13 +72,17 @@ class Garage:
         self._checkpoint, self._folder, self._receiver = checkpoint, folder, receiver
         self._replicas: list[Replica] = []
 
-    async def start(self, family: str = "llama", seed: int = 0, **engine_args: Any) -> Replica:
+    async def start(
+        self, family: str = "llama", seed: int = 0, *, model: Path | None = None, **engine_args: Any
+    ) -> Replica:
         """Start an engine from a checkpoint of a family."""
         engine_args = {
-            "enforce_eager": True, "max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": 16 << 20, "block_size": 32,
-            "max_num_seqs": 64, **engine_args,
+            "enforce_eager": True, "max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": 16 << 20,
+            "block_size": 32, "max_num_seqs": 64, **engine_args,
         }  # fmt: skip
-        backend = VllmBackend(str(self._checkpoint(family, seed)), engine_args=engine_args, start_method="fork")
+        backend = VllmBackend(
+            str(model or self._checkpoint(family, seed)), engine_args=engine_args, start_method="fork"
+        )
         replica = Replica(backend, self._folder / f"replica-{len(self._replicas)}", self._receiver)
         self._replicas.append(replica)
         await replica.start()

@@ -8,9 +8,19 @@ import socket
 import threading
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pitstop.engine.worker_ports import Bucket, Ticket, WeightSink
+from pitstop.engine.worker_ports import Bucket, Placed, Ticket, WeightSink
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _tensor(mapping: mmap.mmap, placed: Placed) -> Tensor:
+    import torch
+
+    dtype, count = getattr(torch, placed.spec.dtype), prod(placed.spec.shape)
+    return torch.frombuffer(mapping, dtype=dtype, count=count, offset=placed.offset).view(placed.spec.shape)
 
 
 def addresses(sink: Any) -> str:
@@ -29,19 +39,9 @@ class FileReceiver:
         self._mapping: mmap.mmap | None = None
 
     def run(self, sink: WeightSink) -> None:
-        import torch
-
         with Path(self._ticket.buffer).open("rb") as file:
             mapping = self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        tensors = [
-            (
-                placed.spec,
-                torch.frombuffer(
-                    mapping, dtype=getattr(torch, placed.spec.dtype), count=prod(placed.spec.shape), offset=placed.offset
-                ).view(placed.spec.shape),
-            )
-            for placed in self._ticket.tensors
-        ]
+        tensors = [(placed.spec, _tensor(mapping, placed)) for placed in self._ticket.tensors]
         if self._ticket.token == "addresses":
             self._say(addresses(sink))
             return

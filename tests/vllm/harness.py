@@ -14,8 +14,8 @@ from pitstop.engine.ports import Booted
 from pitstop.engine.request import Piece, Request, SamplingParams
 from pitstop.engine.vllm_backend import VllmBackend
 from pitstop.engine.vllm_backend.leg import VllmLeg
-from tests.checkpoints import BOS
 from pitstop.engine.worker_ports import Placed, TensorSpec, Ticket, WorkerOp, WorkerReply, WorkerVerb
+from tests.checkpoints import BOS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,8 +112,8 @@ class Replica:
         path.write_bytes(b"".join(content) or bytes(512))
         return tuple(
             Ticket(
-                refit_id, place.replica, place.incarnation, place.rank, self._receiver, str(path), offset, tuple(placed),
-                str(self._folder / "news"), token, 10.0, 5.0,
+                refit_id, place.replica, place.incarnation, place.rank, self._receiver, str(path), offset,
+                tuple(placed), str(self._folder / "news"), token, 10.0, 5.0,
             )
             for place in self.booted.layout
         )  # fmt: skip
@@ -131,7 +131,7 @@ class Replica:
 
     async def hear(self) -> list[str]:
         """Return what the receiver of every rank says next, by rank."""
-        said = {}
+        said: dict[str, str] = {}
         while len(said) < len(self.booted.layout):
             rank, _, word = (await asyncio.get_running_loop().sock_recv(self._news, 256)).decode().partition(" ")
             said[rank] = word

@@ -55,6 +55,37 @@ async def test_the_count_at_the_swap_is_exact_for_a_consumer_that_reads_late(gar
     assert len(made.logprobs) == LONG
 
 
+async def test_the_count_waits_for_outputs_that_the_reply_to_the_pause_has_overtaken(garage: Garage) -> None:
+    live, fresh = await garage.start(seed=0), await garage.start(seed=1)
+    old = await live.run(max_tokens=LONG)
+    life = live.backend._life
+    assert life is not None
+    leg = await live.backend.submit(asked := request(max_tokens=LONG, salt="again"))
+    early = await until(leg, 3)
+    core, free = life.llm.engine_core, asyncio.Event()
+    take = core.get_output_async
+
+    async def held_up() -> object:
+        await free.wait()
+        return await take()
+
+    core.get_output_async = held_up
+    while core.outputs_queue.qsize() < 5:
+        await live.backend.reset_cache()
+    suspending = asyncio.create_task(live.backend.suspend("recompute"))
+    for _ in range(10):
+        await live.backend.reset_cache()
+    assert not suspending.done()
+    free.set()
+    at = (await suspending)[asked.request_id]
+    await live.land("r1", tensors("llama", 1))
+    await live.swap("r1")
+    await live.backend.resume()
+    made = await drain(leg, early)
+    assert made.token_ids[:at] == old.token_ids[:at]
+    assert made.token_ids[at:] == (await continued(fresh, PROMPT, made, at)).token_ids
+
+
 async def test_keep_lets_every_request_go_on_and_no_cache_of_old_weights_is_hit(garage: Garage) -> None:
     live, fresh = await garage.start(seed=0), await garage.start(seed=1)
     shared = tuple(64 + n % 26 for n in range(100))
@@ -169,6 +200,21 @@ async def test_an_update_that_fails_half_way_is_torn_then_runs_then_takes_a_full
     await live.backend.resume()
     assert len((await live.run(salt="torn")).token_ids) == 24
     await live.refit(tensors("llama", 1))
+    assert (await live.run(salt="w1"))[:2] == (await fresh.run())[:2]
+
+
+async def test_letting_go_between_load_and_post_load_leaves_a_model_that_runs(garage: Garage) -> None:
+    live, fresh = await garage.start("tied", 0), await garage.start("tied", 1)
+    await live.land("r1", tensors("tied", 1))
+    await live.backend.suspend("recompute")
+    await live.ask("apply", "r1")
+    await live.ask("release", "r1")
+    await live.heard("closed")
+    with pytest.raises(ProtocolViolation):
+        await live.ask("finalize", "r1")
+    await live.backend.resume()
+    assert len((await live.run(salt="torn")).token_ids) == 24
+    await live.refit(tensors("tied", 1))
     assert (await live.run(salt="w1"))[:2] == (await fresh.run())[:2]
 
 

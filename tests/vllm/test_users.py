@@ -18,9 +18,8 @@ from tests.vllm.conftest import Garage
 async def test_a_spawned_engine_answers_like_a_forked_one_and_ends_with_its_owner(
     garage: Garage, checkpoint: Checkpoint
 ) -> None:
-    script = Path(__file__).with_name("user_script.py")
     user = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), str(checkpoint()), stdin=PIPE, stdout=PIPE,
+        sys.executable, str(Path(__file__).with_name("user_script.py")), str(checkpoint()), stdin=PIPE, stdout=PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )  # fmt: skip
     assert user.stdin is not None
@@ -38,7 +37,7 @@ async def test_a_spawned_engine_answers_like_a_forked_one_and_ends_with_its_owne
     user.send_signal(signal.SIGKILL)
     await user.wait()
     assert await asyncio.to_thread(ended, pidfds, 10)
-    assert not any(Path(path).exists() for path in shared)
+    assert not any(map(os.path.exists, shared))
     for pidfd in pidfds:
         os.close(pidfd)
     live = await garage.start()

@@ -21,10 +21,9 @@ async def main(model: str) -> None:
         )
     )  # fmt: skip
     made = await leg.next()
-    print(json.dumps({"core": booted.pid, "ranks": len(booted.layout), "made": list(made.token_ids)}), flush=True)
+    sys.stdout.write(json.dumps({"ranks": len(booted.layout), "made": list(made.token_ids)}) + "\n")
+    sys.stdout.flush()
     await asyncio.to_thread(sys.stdin.read)
-    await backend.close()
-    print("closed", flush=True)
 
 
 if __name__ == "__main__":
