@@ -42,22 +42,35 @@ class SegmentPool:
             OfferRejected: there is no memory for it.
         """
         usable = None
-        for lease in [lease for lease in self._leases if lease.over]:
-            self._leases.remove(lease)
-            if usable is None and lease.free and lease.segment.nbytes >= nbytes:
-                usable = lease.segment
+        for segment in {lease.segment for lease in self._leases}:
+            holders = [lease for lease in self._leases if lease.segment is segment]
+            if not all(lease.over for lease in holders):
+                continue
+            self._leases = [lease for lease in self._leases if lease.segment is not segment]
+            if usable is None and all(lease.free for lease in holders) and segment.nbytes >= nbytes:
+                usable = segment
             else:
-                lease.segment.close()
-        segment = usable or self._fresh(nbytes)
-        lease = Lease(refit_id, segment)
-        self._leases.append(lease)
-        return lease
+                segment.close()
+        return self._leased(refit_id, usable or self._fresh(nbytes))
+
+    def again(self, refit_id: str, lease: Lease) -> Lease | None:
+        """Return another lease of the same segment, for somebody who only reads; None if it is used otherwise now."""
+        return self._leased(refit_id, lease.segment) if self.holds(lease) else None
+
+    def holds(self, lease: Lease) -> bool:
+        """Whether a lease's segment still has what was written under it."""
+        return lease in self._leases
 
     def close(self) -> None:
         """Let go of every segment. Idempotent."""
         for lease in self._leases:
             lease.segment.close()
         self._leases.clear()
+
+    def _leased(self, refit_id: str, segment: Segment) -> Lease:
+        lease = Lease(refit_id, segment)
+        self._leases.append(lease)
+        return lease
 
     @staticmethod
     def _fresh(nbytes: int) -> Segment:

@@ -11,8 +11,9 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from time import monotonic
 from typing import Final, Literal
+from uuid import uuid4
 
-from pitstop.engine.errors import EngineClosed, PeerLost, PitstopError, RemoteError
+from pitstop.engine.errors import EngineClosed, OfferRejected, PeerLost, PitstopError, RemoteError
 from pitstop.engine.worker_ports import Manifest, Offer, Progress, Ticket, Trailer, WorkerLayout
 from pitstop.transports.buckets import place
 from pitstop.transports.codec import fault, raised, words
@@ -20,9 +21,11 @@ from pitstop.transports.control import Client, ControlLink
 from pitstop.transports.messages import Cancel, LetGo, Noted, Report, Seal
 from pitstop.transports.pool import Lease, SegmentPool
 from pitstop.transports.receiver import SegmentReceiver
+from pitstop.transports.replay import Replay
 
 __all__ = ["SegmentReceiver", "SharedMemoryTransport"]
 
+_MOST_REPLAYS: Final = 8  # that were asked for and not planned yet
 RECEIVER: Final = "pitstop.transports.shared_memory:SegmentReceiver"
 
 
@@ -35,6 +38,8 @@ class SharedMemoryTransport:
         self._link = link
         self._pool = SegmentPool()
         self._refits: dict[str, _Refit] = {}
+        self._sealed: tuple[Lease, Replay] | None = None
+        self._replays: dict[str, Lease] = {}
         link.ticks.append(self._tick)
         link.ended.append(self.close)
 
@@ -49,8 +54,15 @@ class SharedMemoryTransport:
             raise EngineClosed("the control link does not run") from None
         # In a thread: a mixture of experts has tens of thousands of rows, and letting go of memory takes its time.
         placed, nbytes = await asyncio.to_thread(place, [row.spec for row in manifest.rows])
-        lease = await asyncio.to_thread(self._pool.take, offer.refit_id, nbytes)
-        self._refits[offer.refit_id] = refit = _Refit(lease, limits[1])
+        replay = self._replays.pop(offer.refit_id, None)
+        if replay is None:
+            lease = await asyncio.to_thread(self._pool.take, offer.refit_id, nbytes)
+        else:
+            again = self._pool.again(offer.refit_id, replay)
+            if again is None:
+                raise OfferRejected(f"version {offer.weight_version} no longer lies in shared memory")
+            lease = again
+        self._refits[offer.refit_id] = refit = _Refit(lease, limits[1], offer, manifest)
         tickets = []
         for layout in receivers:
             token = secrets.token_hex(16)
@@ -67,6 +79,7 @@ class SharedMemoryTransport:
         """See `Transport.seal`."""
         refit = self._refits.get(trailer.refit_id)
         if refit is not None and refit.last_word is None:
+            self._sealed = refit.lease, Replay(refit.offer, refit.manifest, trailer.digests)
             refit.last_word = Seal(trailer.refit_id, words(trailer.digests))
             refit.sealed_at = monotonic()
             for seat in refit.seats.values():
@@ -95,11 +108,26 @@ class SharedMemoryTransport:
             refit.lease.over = True
             refit.progress.put_nowait(None)
 
+    def replay(self, weight_version: int) -> Replay | None:
+        """See `Transport.replay`."""
+        if self._sealed is None or self._sealed[1].offer.weight_version != weight_version:
+            return None
+        lease, sealed = self._sealed
+        if not self._pool.holds(lease):
+            return None
+        replay = sealed.renamed(uuid4().hex)
+        self._replays[replay.offer.refit_id] = lease
+        if len(self._replays) > _MOST_REPLAYS:
+            self._replays.pop(next(iter(self._replays)))
+        return replay
+
     def close(self) -> None:
         """Let go of all memory. Idempotent."""
         for refit in self._refits.values():
             refit.progress.put_nowait(None)
         self._refits.clear()
+        self._sealed = None
+        self._replays.clear()
         self._pool.close()
 
     def _tick(self) -> None:
@@ -109,8 +137,10 @@ class SharedMemoryTransport:
 
 
 class _Refit:
-    def __init__(self, lease: Lease, silence_s: float) -> None:
+    def __init__(self, lease: Lease, silence_s: float, offer: Offer, manifest: Manifest) -> None:
         self.lease = lease
+        self.offer = offer
+        self.manifest = manifest
         self.silence_s = silence_s
         self.seats: dict[str, _Seat] = {}
         self.progress: asyncio.Queue[Progress | None] = asyncio.Queue()

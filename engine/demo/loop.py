@@ -164,9 +164,8 @@ class Run:
             batch = await self._batch(step)
             await self._trainer.tell(messages.Batch(step + 1, [_record(rollout.group) for rollout in batch]))
             self._progress.learned(await self._trainer.hear(messages.Trained), batch)
-            # The refit begins now. The router spreads the streams over the replicas.
-            for _ in self._engine.replicas:
-                group.create_task(self._witness())
+            # The refit begins now.
+            group.create_task(self._witness())
             self._progress.write(self._options.run_dir)
 
     async def _witness(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from pitstop.engine.errors import LocalError, hint, names, near
+from pitstop.engine.vllm_backend.watch import Carried
 
 EXTENSION: Final = "pitstop.engine.vllm_backend.worker.PitstopWorker"
 OURS: Final[Mapping[str, object]] = {
@@ -43,7 +44,7 @@ def engine_arguments(
     traced = given.get("otlp_traces_endpoint") is not None
     # vLLM makes its own spans from the statistics, and a second engine would take the first one's Prometheus series.
     defaults = {"disable_log_stats": not traced}
-    extra = {**(given.get("additional_config") or {}), "pitstop": {"tied": dict(tied)}}
+    extra = {**(given.get("additional_config") or {}), "pitstop": Carried(tied=dict(tied))}
     return {**defaults, **given, **OURS, "model": model, "additional_config": extra}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+from typing import Any
 
 from pitstop.engine.vllm_backend.processes import hold, kill, lineage
 
@@ -15,6 +16,22 @@ FRONTEND = "PITSTOP_FRONTEND_PID"
 """Environment variable with the pid of the process that started the engine. Children inherit it."""
 
 _watching: set[int] = set()
+
+
+class Carried(dict[str, Any]):
+    """What goes into an engine's configuration, and starts the watch wherever a copy of it is unpacked.
+
+    A core takes its configuration out of its parent's hands before it does anything else; then it waits for its
+    frontend, without a limit, and long before it imports a worker.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (dict(self),)
+
+
+def _arrived(content: dict[str, Any]) -> Carried:
+    start_watch()
+    return Carried(content)
 
 
 def start_watch() -> bool:

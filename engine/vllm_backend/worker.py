@@ -24,7 +24,7 @@ from pitstop.engine.worker_ports import Receiver, Ticket, WorkerLayout, WorkerOp
 
 _log = logging.getLogger(__name__)
 
-# On import, which is before weights are loaded: a launch that is killed while it boots would leave the engine behind.
+# A process that was forked has unpacked nothing; see `Carried`.
 if multiprocessing.parent_process() is not None:
     start_watch()
 

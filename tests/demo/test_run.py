@@ -123,6 +123,9 @@ def test_the_reward_rises_while_replicas_are_refitted_after_every_step(
     assert max(step["stalest"] for step in steps) <= 1
     # What the replicas say about their tokens is what the trainer finds, up to bf16.
     assert steps[0]["drift"] < 0.05
+    assert result["streams_across_a_refit"] > 0
+    assert result["streams_broken"] == 0
+    assert any(step["refit"]["bubble"] is not None for step in steps)
     assert "What came out" in out
     assert demo.gone(10)
     assert demo.leftovers() == []

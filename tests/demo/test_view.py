@@ -12,7 +12,8 @@ from pitstop.engine.demo.buffer import Rollout
 from pitstop.engine.demo.grpo import Answer, Group
 from pitstop.engine.demo.options import Options
 from pitstop.engine.demo.progress import Progress
-from pitstop.engine.demo.view import View, sparkline
+from pitstop.engine.demo.view import View, sparkline, summary
+from pitstop.engine.demo.witness import Witness
 from pitstop.telemetry.live import Live
 
 
@@ -120,6 +121,16 @@ def test_the_end_says_what_came_out_and_where_it_is(tmp_path: Path) -> None:
         str(tmp_path),
     ):
         assert part in text
+
+
+def test_a_stream_across_a_refit_shows_which_weights_made_which_words(tmp_path: Path) -> None:
+    progress = finished(3)
+    progress.saw(Witness([(6, " there was\n"), (7, " a car")], 5, 0.4))
+    progress.saw(Witness([(7, "never crossed")], 5, 9.0))
+    shown, out = view(progress, tmp_path, width=120)
+    shown._console.print(shown.picture())
+    assert "a stream across a refit: [v6] there was [v7] a car" in out.getvalue()
+    assert ("streams read across a refit", "1, 0 broken, longest pause 0.40 s") in summary(progress)
 
 
 def test_bars_follow_values_and_stay_in_range() -> None:

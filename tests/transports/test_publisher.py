@@ -277,7 +277,7 @@ async def test_an_engine_that_closes_ends_what_is_open(tmp_path: Path) -> None:
 
 async def test_a_publisher_is_not_used_across_a_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with rig(tmp_path) as engine, connected(engine) as trainer:
-        monkeypatch.setattr(publisher.os, "getpid", lambda: 1)
+        monkeypatch.setattr(os, "getpid", lambda: 1)
         with pytest.raises(LocalError, match="before a fork"):
             trainer.publish(weights(1), weight_version=1)
         monkeypatch.undo()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,13 @@ class Garage:
         self._replicas: list[Replica] = []
 
     async def start(
-        self, family: str = "llama", seed: int = 0, *, model: Path | None = None, **engine_args: Any
+        self,
+        family: str = "llama",
+        seed: int = 0,
+        *,
+        model: Path | None = None,
+        stat_loggers: Sequence[Any] = (),
+        **engine_args: Any,
     ) -> Replica:
         """Start an engine from a checkpoint of a family."""
         engine_args = {
@@ -81,7 +87,10 @@ class Garage:
             "block_size": 32, "max_num_seqs": 64, **engine_args,
         }  # fmt: skip
         backend = VllmBackend(
-            str(model or self._checkpoint(family, seed)), engine_args=engine_args, start_method="fork"
+            str(model or self._checkpoint(family, seed)),
+            engine_args=engine_args,
+            start_method="fork",
+            stat_loggers=stat_loggers,
         )
         replica = Replica(backend, self._folder / f"replica-{len(self._replicas)}", self._receiver)
         self._replicas.append(replica)

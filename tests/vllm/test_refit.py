@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -282,6 +283,58 @@ async def test_the_engine_computes_in_its_own_dtype_whatever_the_checkpoint_hold
     live, fresh = await garage.start(seed=0, dtype="bfloat16"), await garage.start(seed=1, dtype="bfloat16")
     await live.refit(tensors("llama", 1))
     assert (await live.run(salt="w1"))[:2] == (await fresh.run())[:2]
+
+
+@pytest.mark.parametrize("family", ["tied", "mixtral"])
+async def test_an_engine_without_weights_proves_nothing_and_takes_a_full_refit(garage: Garage, family: str) -> None:
+    live, fresh = await garage.start(family, load_format="dummy"), await garage.start(family, 1)
+    assert (live.booted.weight_version, fresh.booted.weight_version) == (None, 0)
+    by_name = {spec.name: spec for spec in live.booted.inventory.tensors}
+    assert by_name == {spec.name: spec for spec in fresh.booted.inventory.tensors}
+    assert live.booted.inventory.tied == fresh.booted.inventory.tied
+    await live.refit(tensors(family, 1))
+    assert (await live.run(salt="w1"))[:2] == (await fresh.run())[:2]
+
+
+async def test_the_engines_own_word_for_its_weights_is_ours(garage: Garage) -> None:
+    live = await garage.start()
+    life = live.backend._life
+    assert life is not None
+    if not life.can.weight_versions:
+        pytest.skip("this vLLM has no weight versions")
+    assert await life.llm.get_weight_version() == "0"
+    leg = await live.backend.submit(request(max_tokens=LONG))
+    early = await until(leg, 5)
+    made = sum(len(piece.token_ids) for piece in early)
+    await live.land("r1", tensors("llama", 1))
+    (at,) = (await live.backend.suspend("recompute")).values()
+    await live.swap("r1")
+    await live.backend.label(7)
+    await live.backend.resume()
+    while made < LONG:
+        output = await leg._collector.get()
+        made += len(output.outputs[0].token_ids)
+    spans = [(span.version, span.start, span.end) for span in output.outputs[0].weight_versions]
+    assert spans == [("0", 0, at), ("7", at, LONG)]
+
+
+async def test_suspending_does_not_disturb_statistics(garage: Garage) -> None:
+    seen: list[int] = []
+
+    class Counts:
+        def __init__(self, *_: object) -> None: ...
+
+        def record(self, scheduler_stats: object, iteration_stats: Any, *_: object, **__: object) -> None:
+            seen.append(iteration_stats.num_generation_tokens if iteration_stats else 0)
+
+        def log(self, *_: object) -> None: ...
+        def log_engine_initialized(self) -> None: ...
+        def record_sleep_state(self, *_: object) -> None: ...
+
+    live = await garage.start(stat_loggers=(Counts,), disable_log_stats=False)
+    await live.refit(tensors("llama", 1))
+    await live.run()
+    assert sum(seen) == 24
 
 
 @pytest.mark.parametrize("family", ["llama", "tied", "mixtral"])

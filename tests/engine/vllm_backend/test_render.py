@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,11 @@ def test_chat_is_rendered_with_the_models_template(checkpoint: Checkpoint) -> No
     assert words.decode(ids) == "[user]hello[assistant]"
 
 
-def test_messages_that_the_template_does_not_take_are_the_callers_error(checkpoint: Checkpoint) -> None:
-    with pytest.raises(InvalidRequest, match="template"):
-        TokenizerRenderer(str(checkpoint())).chat([{"role": "user", "content": object()}, 3])  # type: ignore[list-item]
+def test_messages_for_a_model_without_a_template_are_the_callers_error(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint(), tmp_path / "checkpoint")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(InvalidRequest, match="chat template"):
+        TokenizerRenderer(str(folder)).chat([{"role": "user", "content": "hello"}])
 
 
 def test_a_model_without_a_tokenizer_is_said_to_have_none(tmp_path: Path) -> None:
