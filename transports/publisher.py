@@ -59,6 +59,9 @@ _FAREWELL_S: Final = 1.0
 class Publisher:
     """A connection to one run of an engine. Thread-safe. Make one with `connect`.
 
+    When the engine dies, closes, or says nothing for too long, open handles fail with `PeerLost` and this publisher is
+    over: connect anew.
+
     Attributes:
         transport: how weights travel, as negotiated.
         weight_version: what the engine served when it was connected to; None if nothing yet.

@@ -10,6 +10,7 @@ from pitstop.engine.errors import InvalidRequest, ProtocolViolation, Unsupported
 from pitstop.engine.refit import POLICIES, Outcome, RefitReport, ReplicaReport
 from pitstop.engine.worker_ports import ITEMSIZE, Manifest, Offer, Placed, TensorSpec
 from pitstop.transports.codec import fault, numbers, raised, words
+from pitstop.transports.deadline import BEAT_S, SILENCE_S
 from pitstop.transports.messages import DTYPES, Accept, Dtype, Propose, ReplicaPart, Row, Settled
 from pitstop.transports.packing import Slot
 
@@ -129,3 +130,5 @@ def judge(weight_version: int, cast: str | None, policy: str | None, deadlines: 
         )
     if wrong := [name for name, seconds in deadlines.items() if not seconds > 0 and name != "receive_per_gib"]:
         raise UnsupportedPolicy(f"deadline {wrong[0]} is {deadlines[wrong[0]]} s, not above 0")
+    if deadlines.get("silence", SILENCE_S) < 2 * BEAT_S:
+        raise UnsupportedPolicy(f"deadline silence is {deadlines['silence']} s; links beat every {BEAT_S} s")

@@ -62,7 +62,7 @@ async def train(options: Options, checkpoint: Path, progress: Progress) -> None:
     """
     training = Training(checkpoint, options.run_dir, options.hyper, options.seed, threads=os.cpu_count() or 1)
     engine = RolloutEngine.launch(checkpoint, backend="vllm", replicas=options.replicas, engine_args=ENGINE_ARGS)
-    progress.stage = f"starting {options.replicas} vLLM replicas and the trainer"
+    progress.stage = f"starting {options.fleet} and the trainer"
     async with Trainer(training) as trainer, engine:
         run = Run(options, engine, trainer, progress, await asyncio.to_thread(_tokenizer, checkpoint))
         await run.whole()

@@ -30,6 +30,11 @@ class Options:
     hyper: Hyper = field(default_factory=Hyper)
 
     @property
+    def fleet(self) -> str:
+        """The replicas in words."""
+        return f"{self.replicas} vLLM replica{'s' if self.replicas > 1 else ''}"
+
+    @property
     def task(self) -> Task:
         """The task that fits the model: random weights cannot add."""
         return Letters() if self.model == TINY else Addition()

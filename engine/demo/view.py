@@ -99,7 +99,7 @@ class View:
         done = len(progress.trained)
         head = Text.assemble(
             ("Pitstop demo  ", "bold"),
-            f"GRPO on {options.model}, {options.replicas} vLLM replicas, staleness at most {options.max_staleness}\n",
+            f"GRPO on {options.model}, {options.fleet}, staleness at most {options.max_staleness}\n",
             (f"{options.task.title}\n", "dim"),
             (f"{progress.stage}", "cyan"),
             f"   step {done}/{progress.steps}   {time.monotonic() - progress.begun:.0f} s",

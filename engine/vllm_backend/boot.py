@@ -193,8 +193,6 @@ def _make(asked: Any, settings: Settings, boot: Boot[Started], *, fork: bool = F
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
 
-    from pitstop.engine.vllm_backend.executor import watched
-
     config = asked.create_engine_config()
     if fork:
         # Only now: the CPU platform sets it to "spawn" while it makes the configuration.
@@ -202,7 +200,7 @@ def _make(asked: Any, settings: Settings, boot: Boot[Started], *, fork: bool = F
     boot.check()
     return AsyncLLM(
         vllm_config=config,
-        executor_class=watched(Executor.get_class(config)),
+        executor_class=Executor.get_class(config),
         log_stats=not asked.disable_log_stats,
         log_requests=False,
         stat_loggers=list(settings.stat_loggers) or None,

@@ -1,41 +1,15 @@
-"""The executors of our engines. Imported by vLLM, by name, in the engine core's process too.
-
-A core is handed its executor's class when it is started, so this module is the first of ours that it imports, before it
-waits for its frontend: the watch has to begin here, or a core whose frontend dies that early would wait for minutes.
-"""
+"""The executor of engines that are started by fork. Imported by vLLM, by name."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-from pitstop.engine.vllm_backend.watch import start_watch
-
-start_watch()
 
 
 class InCoreExecutor(UniProcExecutor):
     """Runs the worker in the engine core's process."""
-
-
-class WatchedMultiprocExecutor(MultiprocExecutor):
-    """Runs each worker in a process of its own."""
-
-
-class WatchedUniProcExecutor(UniProcExecutor):
-    """Runs the worker in the engine core's process."""
-
-
-def watched(executor: type[Any]) -> type[Any]:
-    """Return the executor that does the same and brings the watch with it."""
-    ours: dict[type[Any], type[Any]] = {
-        MultiprocExecutor: WatchedMultiprocExecutor,
-        UniProcExecutor: WatchedUniProcExecutor,
-    }
-    return ours.get(executor, executor)
 
 
 def without_dunders() -> None:

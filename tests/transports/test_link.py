@@ -288,8 +288,8 @@ def engine_that(
 
 def test_a_silent_engine_is_lost_in_time(tmp_path: Path) -> None:
     with engine_that(tmp_path, lambda _: None, mute=True) as publisher:
-        handle = publisher.publish(weights(1), weight_version=1, deadlines={"silence": 0.7})
-        with pytest.raises(PeerLost, match=r"said nothing for 0\.7 s"):
+        handle = publisher.publish(weights(1), weight_version=1, deadlines={"silence": 1.0})
+        with pytest.raises(PeerLost, match="said nothing for 1 s"):
             handle.result(10)
         assert handle.sent.is_set()
 
