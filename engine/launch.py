@@ -207,6 +207,13 @@ class RolloutEngine(Fleet):
         offer = sending.offer
         self.offer(make, options, RefitHandle(offer.refit_id, offer.weight_version))
 
+    async def _ready(self) -> None:
+        from pitstop.transports.digest import prepare
+
+        await super()._ready()
+        # Compiled once a machine and cached on disk: then the first refit waits for it neither here nor in a worker.
+        prepare()
+
     def _changed(self) -> None:
         super()._changed()
         for replica in self.replicas:

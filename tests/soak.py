@@ -26,8 +26,8 @@ from typing import Any
 
 from pitstop.engine import Deadlines, Fleet, Outcome, Phase, RefitOptions, SamplingParams
 from pitstop.engine.errors import PitstopError
-from pitstop.engine.refit import POLICIES
 from pitstop.engine.ports import NullObserver
+from pitstop.engine.refit import POLICIES
 from pitstop.engine.simulated import TORN, Script, SimulatedBackend, token_for
 from tests.engine.sim import SimFleet
 

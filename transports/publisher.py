@@ -45,10 +45,11 @@ from pitstop.transports.messages import (
     Settled,
     Welcome,
 )
+from pitstop.transports.negotiation import negotiate
 from pitstop.transports.packing import checked
 from pitstop.transports.publish_handle import PublishHandle
 from pitstop.transports.reports import accepted, judge, propose, reported
-from pitstop.transports.segment import Kept, why_not
+from pitstop.transports.segment import Kept
 from pitstop.transports.sources import Publishable, source_of
 from pitstop.transports.zmq_link import Line
 
@@ -67,8 +68,8 @@ class Publisher:
         weight_version: what the engine served when it was connected to; None if nothing yet.
     """
 
-    def __init__(self, line: Line, welcome: Welcome, observer: Observer | None) -> None:
-        self.transport: Final = "shared_memory"
+    def __init__(self, line: Line, welcome: Welcome, transport: str, observer: Observer | None) -> None:
+        self.transport: Final = transport
         self.weight_version: Final = welcome.weight_version
         self._pid = os.getpid()
         self._line = line
@@ -97,12 +98,12 @@ class Publisher:
         line = Line(address)
         try:
             welcome = line.greet("trainer", Limit(timeout))
-            _negotiate(welcome, address)
+            transport = negotiate(welcome, address)
         except BaseException:
             line.close()
             raise
-        _LOG.info("connected to run %s at %s: weights travel by shared_memory", welcome.run_id, address)
-        return cls(line, welcome, observer)
+        _LOG.info("connected to run %s at %s: weights travel by %s", welcome.run_id, address, transport)
+        return cls(line, welcome, transport, observer)
 
     def publish(
         self,
@@ -302,11 +303,3 @@ class Publisher:
         if handle.released():
             self._closed(handle, error or (report.error if report is not None else None))
         handle.end(report, error)
-
-
-def _negotiate(welcome: Welcome, address: str) -> None:
-    why = why_not(welcome.probe, welcome.nonce)
-    if "shared_memory" not in welcome.transports:
-        why = f"the engine offers {', '.join(welcome.transports) or 'none'}"
-    if why is not None:
-        raise LocalError(f"no transport to the engine at {address}: shared_memory: {why}", address=address)

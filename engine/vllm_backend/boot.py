@@ -23,8 +23,8 @@ T = TypeVar("T")
 StartMethod = Literal["spawn", "fork"]
 IN_CORE = "pitstop.engine.vllm_backend.executor.InCoreExecutor"
 
-# vLLM reads how to start a process from the environment, which engines of one process share.
-_one_fork_at_a_time = threading.Lock()
+# vLLM says in the environment how processes are started, and engines of one process share it.
+_one_at_a_time = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def _construct(arguments: dict[str, Any], settings: Settings, boot: Boot[Started
     from pitstop.engine.vllm_backend.executor import without_dunders
 
     without_dunders()
-    with _one_fork_at_a_time:
+    with _one_at_a_time:
         before = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
         try:
             return _make(AsyncEngineArgs(**arguments), settings, boot, fork=True)
@@ -193,7 +193,8 @@ def _make(asked: Any, settings: Settings, boot: Boot[Started], *, fork: bool = F
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
 
-    config = asked.create_engine_config()
+    with _one_at_a_time:
+        config = asked.create_engine_config()
     if fork:
         # Only now: the CPU platform sets it to "spawn" while it makes the configuration.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

@@ -89,7 +89,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-_SEGMENT = re.compile(r" (/dev/shm/(?:psm_|vllm_|sem\.mp-)\S+)$", re.MULTILINE)
+_SEGMENT = re.compile(r" (/dev/shm/(?:(?:psm_|vllm_|sem\.mp-)\S+|\S+-cpushm_\d+))$", re.MULTILINE)
 
 
 def segments(pids: Iterable[int]) -> set[str]:

@@ -125,6 +125,23 @@ async def test_a_dead_replica_is_restarted_and_serves_after_a_refit(launch: Laun
         assert (again.token_ids, again.spans) == (wanted.token_ids, ((1, 0, 4),))
 
 
+async def test_a_killed_replica_recovers_to_the_fleet_s_version_without_its_trainer(
+    launch: Launch, checkpoint: Checkpoint
+) -> None:
+    async with launch(replicas=2) as engine:
+        await engine.refit(checkpoint("llama", 1), weight_version=5)
+        wanted = await engine.generate([97], SHORT)
+        os.kill(engine.replicas[1].booted.pid, signal.SIGKILL)  # type: ignore[union-attr, arg-type]
+        await engine.replicas[1].reached(frozenset({Phase.DEAD}))
+        report = await engine.recover()
+        assert report is not None
+        assert list(report.replicas) == ["replica-1"]
+        done = [c async for _, c in engine.generate_async([[97], [97]], SHORT)]
+        assert {c.replica for c in done} == {"replica-0", "replica-1"}
+        assert {tuple(c.token_ids) for c in done} == {tuple(wanted.token_ids)}
+        assert {c.spans for c in done} == {((5, 0, 4),)}
+
+
 async def test_bad_prompts_fail_alone_and_the_engine_serves_on(launch: Launch) -> None:
     async with launch(max_model_len=64) as engine:
         prompts: list[Any] = [[1] * 63, [1] * 64, [1] * 65, [1] * 1000, [], [320], "text"]

@@ -114,7 +114,7 @@ async def run(shape: str) -> dict[str, Any]:
                 version += 1
                 streams = [asyncio.create_task(engine.generate(prompt(n), LONG)) for n in range(64)]
                 await asyncio.sleep(1.0)
-                report = await engine.refit((t0, t1)[version % 2], weight_version=version, policy=policy)  # type: ignore[arg-type]
+                report = await engine.refit((t0, t1)[version % 2], weight_version=version, policy=policy)
                 done = await asyncio.gather(*streams)
                 seen = _phases(report)
                 seen["finish"] = sorted({c.finish_reason for c in done})

@@ -32,7 +32,7 @@ from pitstop.engine.errors import (
 )
 from pitstop.engine.ports import NullObserver, Work
 from pitstop.engine.refit import Outcome, RefitReport, route
-from pitstop.transports import Publisher, PublishHandle, publisher
+from pitstop.transports import Publisher, PublishHandle, negotiation
 from pitstop.transports.pool import WRITING
 from pitstop.transports.sources import TensorSource
 from tests.transports.children import Worker, descriptors, sha
@@ -136,7 +136,7 @@ async def test_what_is_wrong_with_a_connection_is_said(tmp_path: Path, monkeypat
     for address in ("nonsense", "ipc://" + "x" * 200):
         with pytest.raises(LocalError, match="not an address"):
             Publisher.connect(address, timeout=0.2)
-    monkeypatch.setattr(publisher, "why_not", lambda path, nonce: "/proc/1/fd/2 cannot be opened: Permission denied")
+    monkeypatch.setattr(negotiation, "why_not", lambda path, nonce: "/proc/1/fd/2 cannot be opened: Permission denied")
     async with rig(tmp_path) as engine:
         with pytest.raises(LocalError, match=r"no transport .* shared_memory: .*Permission denied"):
             async with connected(engine):

@@ -1,0 +1,22 @@
+"""Which way weights can travel between this process and an engine."""
+
+from __future__ import annotations
+
+from pitstop.engine.errors import LocalError
+from pitstop.transports.messages import Welcome
+from pitstop.transports.segment import why_not
+
+
+def negotiate(welcome: Welcome, address: str) -> str:
+    """Return the best transport that the engine offers and that works from here.
+
+    Raises:
+        LocalError: there is none; says why not, transport by transport.
+    """
+    if "shared_memory" not in welcome.transports:
+        why = f"the engine offers {', '.join(welcome.transports) or 'none'}"
+    else:
+        why = why_not(welcome.probe, welcome.nonce) or ""
+    if why:
+        raise LocalError(f"no transport to the engine at {address}: shared_memory: {why}", address=address)
+    return "shared_memory"
