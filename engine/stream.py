@@ -79,6 +79,8 @@ class Stream:
                 self._flight.failure = None
                 self._flight.abandon()
                 raise
+            if self._over:
+                raise StopAsyncIteration  # closed by another task while this one waited
             if piece.token_ids or piece.finish_reason:
                 self._ready.extend(chunks(piece, self._flight.take(piece)))
             if piece.finish_reason:

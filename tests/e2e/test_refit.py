@@ -260,3 +260,16 @@ async def test_a_tied_model_takes_either_name_and_refuses_two_that_differ(
             with pytest.raises(errors.TiedTensorsDiffer, match="lm_head"):
                 await engine.refit(tensors, weight_version=1)
             assert await greedy(engine) == before
+
+
+async def test_fingerprints_tell_versions_apart_and_replicas_of_one_version_agree(
+    launch: Launch, checkpoint: Checkpoint
+) -> None:
+    async with launch(replicas=2) as engine:
+        before = await engine.fingerprints()
+        assert before["replica-0"] == before["replica-1"]
+        await engine.refit(checkpoint("llama", 1), weight_version=1)
+        after = await engine.fingerprints()
+        assert after["replica-0"] == after["replica-1"] != before["replica-0"]
+        await engine.refit(checkpoint("llama", 0), weight_version=2)
+        assert await engine.fingerprints() == before
