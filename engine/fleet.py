@@ -131,17 +131,18 @@ class Fleet:
             group.cancel_scope.cancel()
 
     async def _ready(self) -> None:
-        if self._renderer is not None:
-            try:
-                # A tokenizer takes a second to load: not on the loop, and not at the first text prompt.
-                await anyio.to_thread.run_sync(self._renderer.decode, ())
-            except PitstopError as error:
-                log.warning("prompts must be token ids: %s", error)
-                self._renderer = None
         for replica in self.replicas:
             await replica.reached(SETTLED)
             if replica.phase is Phase.DEAD:
                 raise replica.error or NotServing(f"{replica.name} did not boot")
+        if self._renderer is not None:
+            try:
+                # Not on the loop, not at the first text prompt, and not while an engine's start imports the same
+                # libraries in another thread: their modules import each other and do not stand that.
+                await anyio.to_thread.run_sync(self._renderer.decode, ())
+            except PitstopError as error:
+                log.warning("prompts must be token ids: %s", error)
+                self._renderer = None
 
     def _newest(self) -> int | None:
         return self._coordinator.newest

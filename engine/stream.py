@@ -21,6 +21,11 @@ Decode = Callable[[Sequence[int]], str]
 
 def chunks(piece: Piece, spans: Sequence[Span]) -> list[Chunk]:
     """Split a piece where weight versions meet. Text cannot be split: it goes with the last chunk."""
+    if len(spans) == 1:
+        span = spans[0]
+        return [
+            Chunk(piece.token_ids, piece.logprobs, piece.text, span.start, span.weight_version, piece.finish_reason)
+        ]
     out = []
     start = spans[0].start if spans else 0
     for n, span in enumerate(spans):
