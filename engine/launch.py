@@ -139,17 +139,19 @@ class RolloutEngine(Fleet):
         policy: Policy | None = None,
         deadlines: Mapping[str, float] | Deadlines | None = None,
         headers: Mapping[str, str] | None = None,
+        rebase: bool = False,
     ) -> RefitHandle:
         """Bring new weights to every replica; return at once.
 
         Args:
             source: `model.named_parameters()`, a mapping of names to tensors, a module, or the folder of a
                 checkpoint. It must stay unchanged until `handle.sent`.
-            weight_version: must be above every version committed before.
+            weight_version: must be above every version committed before, unless it is a rebase.
             cast: "inventory" casts floating-point tensors to the dtypes of the model's checkpoint.
             policy: fate of requests in flight (`RefitOptions`); the engine's by default.
             deadlines: limits in seconds that differ from `Deadlines`' defaults.
             headers: W3C trace context to work under; by default the caller's current span.
+            rebase: the trainer has begun its count of versions anew, with this one; later ones are counted from it.
 
         Returns:
             A handle; awaiting it gives the report, or raises what kept every replica from the version
@@ -158,7 +160,7 @@ class RolloutEngine(Fleet):
         from pitstop.transports.memory_link import memory_sending
 
         self._must_be_open()
-        options = self._options(policy, deadlines)
+        options = self._options(policy, deadlines, rebase=rebase)
         said = dict(headers) if headers is not None else dict(self._context())
         refit_id = uuid.uuid4().hex
         handle = RefitHandle(refit_id, weight_version)
@@ -188,18 +190,18 @@ class RolloutEngine(Fleet):
             self._run_dir.close()
 
     def _options(
-        self, policy: str | None, deadlines: Mapping[str, float] | Deadlines | None, base: Deadlines | None = None
+        self, policy: str | None, deadlines: Mapping[str, float] | Deadlines | None, *, rebase: bool
     ) -> RefitOptions:
-        limits = deadlines if isinstance(deadlines, Deadlines) else base or Deadlines()
+        limits = deadlines if isinstance(deadlines, Deadlines) else Deadlines()
         if isinstance(deadlines, Mapping):
             if unknown := set(deadlines) - set(Deadlines.__dataclass_fields__):
                 raise UnsupportedPolicy(f"no deadlines are named {names(list(unknown))}")
             limits = replace(limits, **deadlines)
-        return RefitOptions(policy=policy or self._policy, deadlines=limits)  # type: ignore[arg-type]
+        return RefitOptions(policy=policy or self._policy, deadlines=limits, rebase=rebase)  # type: ignore[arg-type]
 
     def _offered(self, sending: RemoteSending) -> None:
         self._must_be_open()
-        options = self._options(sending.policy, sending.deadlines)
+        options = self._options(sending.policy, sending.deadlines, rebase=sending.rebase)
 
         async def make() -> Sending:
             return sending

@@ -232,7 +232,7 @@ class ControlLink:
         try:
             many = len(message.tensors) > _MANY
             offer = await asyncio.to_thread(offered, message) if many else offered(message)
-            sending = RemoteSending(offer, client, message.policy, message.deadlines)
+            sending = RemoteSending(offer, client, message.policy, message.deadlines, rebase=message.rebase)
             client.sendings[message.refit_id] = sending
             self._on_offer(sending)
         except Exception as failure:  # noqa: BLE001 - the reader serves everybody, whatever one offer does to its taker

@@ -23,7 +23,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Changes whenever two versions of this file could not talk to each other."""
 
 MOST_TENSORS: Final = 1 << 20
@@ -99,7 +99,10 @@ class Row(Struct, frozen=True, array_like=True):
 
 
 class Propose(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A trainer's offer. `policy` and `deadlines` are wishes for this refit; unset ones are the engine's."""
+    """A trainer's offer. `policy` and `deadlines` are wishes for this refit; unset ones are the engine's.
+
+    `rebase`: the trainer has begun its count of versions anew.
+    """
 
     refit_id: RefitId
     weight_version: Natural
@@ -109,6 +112,7 @@ class Propose(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     headers: Annotated[dict[Name, Text], Meta(max_length=64)] = {}
     policy: Name | None = None
     deadlines: Annotated[dict[Name, Seconds], Meta(max_length=32)] = {}
+    rebase: bool = False
 
 
 class Accept(Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -24,7 +24,9 @@ class PublishHandle:
         weight_version: the version that was offered.
     """
 
-    def __init__(self, offer: Offer, source: Source, policy: str | None, deadlines: dict[str, float]) -> None:
+    def __init__(
+        self, offer: Offer, source: Source, policy: str | None, deadlines: dict[str, float], *, rebase: bool = False
+    ) -> None:
         self.refit_id: Final = offer.refit_id
         self.weight_version: Final = offer.weight_version
         self.sent: Final = threading.Event()
@@ -32,6 +34,7 @@ class PublishHandle:
         self.source: Source | None = source
         self.policy: Final = policy
         self.deadlines: Final = deadlines
+        self.rebase: Final = rebase
         self.key: Final = f"send_weights:{offer.refit_id}"
         self.cancelled: PitstopError | None = None
         self._future: Future[RefitReport] = Future()

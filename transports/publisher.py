@@ -114,6 +114,7 @@ class Publisher:
         policy: str | None = None,
         deadlines: Mapping[str, float] | None = None,
         headers: Mapping[str, str] | None = None,
+        rebase: bool = False,
     ) -> PublishHandle:
         """Offer weights as `weight_version`; return at once.
 
@@ -122,7 +123,9 @@ class Publisher:
         floating-point tensors to the dtypes of the engine's checkpoint. `policy` is what becomes of requests in
         flight (keep, recompute, wait, abort), `deadlines` are limits of this refit in seconds (suspend, drain,
         receive, receive_per_gib, finalize, resume, control, silence); the engine's own count where unset.
-        `headers` are the W3C context that the send belongs to.
+        `headers` are the W3C context that the send belongs to. A trainer that has begun its count of versions anew
+        says so with `rebase=True`, once: the version need not be above the committed one (else `StaleVersion` is what
+        the handle raises), and later versions are counted from it.
 
         Raises:
             OfferRejected, CheckpointUnreadable: it cannot be read; names the tensor or the file.
@@ -135,7 +138,7 @@ class Publisher:
         source = source_of(what)
         try:
             offer = Offer(uuid4().hex[:16], weight_version, source.specs(), cast, None, dict(headers or {}))
-            handle = PublishHandle(offer, source, policy, wishes)
+            handle = PublishHandle(offer, source, policy, wishes, rebase=rebase)
             with self._lock:
                 self._must_be_open()
                 self._open(handle)
@@ -193,7 +196,7 @@ class Publisher:
         while self._new:
             handle = self._new.popleft()
             try:
-                self._line.send(propose(handle.offer, handle.policy, handle.deadlines))
+                self._line.send(propose(handle.offer, handle.policy, handle.deadlines, rebase=handle.rebase))
             except ProtocolViolation as error:
                 self._over(handle, error=error)
         for message in self._line.pump(seconds):
