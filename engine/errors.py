@@ -8,12 +8,12 @@
     │   │   ├── MissingTensors, UnexpectedTensors, RepeatedTensors
     │   │   ├── ShapeMismatch, DtypeMismatch, TiedTensorsDiffer
     │   │   └── StaleVersion
-    │   ├── CheckpointUnreadable
+    │   ├── CheckpointUnreadable, KeyUnreadable
     │   ├── EngineClosed, NotServing, UnsupportedPolicy
     │   ├── EngineArgumentRejected  (in `vllm_backend`)
     │   └── AlreadyConfigured       (in `pitstop.telemetry`)
     └── RemoteError               a peer, a worker or an engine failed
-        ├── DeadlineExceeded, PeerLost, ReplicaDied, WorkerFailed
+        ├── DeadlineExceeded, PeerLost, AccessDenied, ReplicaDied, WorkerFailed
         ├── DigestMismatch, ProtocolViolation, CacheResetRefused
         └── RefitFailed
 
@@ -114,6 +114,12 @@ class CheckpointUnreadable(LocalError):
     slug = "checkpoint_unreadable"
 
 
+class KeyUnreadable(LocalError):
+    """Raised when the key of a TCP address is absent, not private, or not a key. Fields: key (its path)."""
+
+    slug = "key_unreadable"
+
+
 class OfferRejected(LocalError):
     """Raised when a refit's declared tensors do not fit. Nothing was suspended or changed."""
 
@@ -175,6 +181,12 @@ class PeerLost(RemoteError):
     """Raised when a peer died, closed its link, or went silent. Fields: peer, seconds."""
 
     slug = "peer_lost"
+
+
+class AccessDenied(RemoteError):
+    """Raised when an engine does not accept the key that a client shows. Fields: peer, key (its path)."""
+
+    slug = "access_denied"
 
 
 class ReplicaDied(RemoteError):

@@ -86,7 +86,10 @@ class Fleet:
             await asyncio.wait({ready, self._supervisor}, return_when=asyncio.FIRST_COMPLETED)
             if self._supervisor.done():
                 ready.cancel()
-                self._supervisor.result()
+                try:
+                    self._supervisor.result()
+                except BaseExceptionGroup as group:
+                    raise _sole(group) from None
             await ready
         except BaseException:
             ready.cancel()
@@ -360,3 +363,10 @@ class Fleet:
                 raise result
             if isinstance(result, BaseException):
                 raise result
+
+
+def _sole(error: BaseException) -> BaseException:
+    """Return what a group of one holds: callers look for the error, not for how tasks are run."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error

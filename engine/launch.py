@@ -47,6 +47,8 @@ class RolloutEngine(Fleet):
         observer: Observer | None = None,
         policy: Policy = "recompute",
         labels: Mapping[str, Scalar] | None = None,
+        listen: str | None = None,
+        keys: str | os.PathLike[str] | None = None,
     ) -> None:
         from pitstop.telemetry.context import capture
         from pitstop.transports.control import ControlLink
@@ -61,6 +63,8 @@ class RolloutEngine(Fleet):
             on_offer=self._offered,
             weight_version=lambda: self.weight_version,
             tensors=self._inventory_size,
+            listen=listen,
+            keys=None if keys is None else Path(keys),
         )
         self._link = link
         super().__init__(
@@ -85,6 +89,8 @@ class RolloutEngine(Fleet):
         policy: Policy = "recompute",
         on_replica_loss: Literal["error"] = "error",
         observer: Observer | None = None,
+        listen: str | None = None,
+        keys: str | os.PathLike[str] | None = None,
         **backend_options: Any,
     ) -> RolloutEngine:
         """Describe an engine; `async with` boots it.
@@ -97,6 +103,10 @@ class RolloutEngine(Fleet):
             policy: what a refit does to requests in flight unless it says otherwise (`RefitOptions`).
             on_replica_loss: requests on a replica that is lost end with its error, keeping their tokens.
             observer: is told what happens; by default what `pitstop.telemetry.configure` installed.
+            listen: `tcp://<host>:<port>` lets trainers connect there too (`tcp_address`); port 0 is any, no host the
+                loopback. Everything on it is encrypted, and only who can read the run's `client.key` gets in.
+            keys: folder where the keys of `listen` lie or are made, so that they outlive this engine; by default its
+                own private folder, and they end with it.
             backend_options: further arguments of the backend's constructor.
 
         Raises:
@@ -123,12 +133,17 @@ class RolloutEngine(Fleet):
                 trust_remote_code=bool(args.get("trust_remote_code")),
             )
         labels = {"model": Path(model).name, "provider": backend}
-        return cls(made, renderer=renderer, observer=observer, policy=policy, labels=labels)
+        return cls(made, renderer=renderer, observer=observer, policy=policy, labels=labels, listen=listen, keys=keys)
 
     @property
     def address(self) -> str:
         """Where publishers connect."""
         return self._link.address
+
+    @property
+    def tcp_address(self) -> str | None:
+        """Where publishers connect by TCP, and which key they need; None before the engine is entered, or not asked."""
+        return self._link.tcp_address
 
     def refit(
         self,

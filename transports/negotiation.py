@@ -5,6 +5,7 @@ from __future__ import annotations
 from pitstop.engine.errors import LocalError
 from pitstop.transports.messages import Welcome
 from pitstop.transports.segment import why_not
+from pitstop.transports.zmq_link import pid_space
 
 
 def negotiate(welcome: Welcome, address: str) -> str:
@@ -15,6 +16,8 @@ def negotiate(welcome: Welcome, address: str) -> str:
     """
     if "shared_memory" not in welcome.transports:
         why = f"the engine offers {', '.join(welcome.transports) or 'none'}"
+    elif welcome.pid_space and welcome.pid_space != pid_space():
+        why = "the engine runs on another host, or in a container of its own, so its memory cannot be shared from here"
     else:
         why = why_not(welcome.probe, welcome.nonce) or ""
     if why:
