@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from pitstop.engine.errors import LocalError
+from pitstop.transports.deadline import Limit
 from pitstop.transports.messages import Welcome
 from pitstop.transports.segment import why_not
-from pitstop.transports.zmq_link import pid_space
+from pitstop.transports.zmq_link import Line, pid_space
+
+
+def connected(address: str, seconds: float) -> tuple[Line, Welcome, str]:
+    """Connect as a trainer, within `seconds`; return the line, what the engine said, and how weights can travel.
+
+    Raises:
+        PitstopError: see `Publisher.connect`.
+    """
+    line = Line(address)
+    try:
+        welcome = line.greet("trainer", Limit(seconds))
+        return line, welcome, negotiate(welcome, address)
+    except BaseException:
+        line.close()
+        raise
 
 
 def negotiate(welcome: Welcome, address: str) -> str:
