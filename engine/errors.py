@@ -9,7 +9,7 @@
     │   │   ├── ShapeMismatch, DtypeMismatch, TiedTensorsDiffer
     │   │   └── StaleVersion
     │   ├── CheckpointUnreadable, KeyUnreadable
-    │   ├── EngineClosed, NotServing, UnsupportedPolicy
+    │   ├── EngineClosed, NotServing, UnsupportedPolicy, PublishOrder
     │   ├── EngineArgumentRejected  (in `vllm_backend`)
     │   └── AlreadyConfigured       (in `pitstop.telemetry`)
     └── RemoteError               a peer, a worker or an engine failed
@@ -106,6 +106,12 @@ class UnsupportedPolicy(LocalError, ValueError):
     """Raised when an option names a policy that this version does not have."""
 
     slug = "unsupported_policy"
+
+
+class PublishOrder(LocalError):
+    """Raised when the ranks of a trainer do not publish the same versions in the same order."""
+
+    slug = "publish_order"
 
 
 class CheckpointUnreadable(LocalError):

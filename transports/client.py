@@ -7,7 +7,8 @@ from typing import Protocol
 
 from pitstop.engine.errors import PitstopError
 from pitstop.transports.hub import Hub
-from pitstop.transports.messages import FromEngine, Hello, LetGo, Report
+from pitstop.transports.messages import FromEngine, Hello, LetGo, Refuse, Report, Settled
+from pitstop.transports.ranks import Group
 from pitstop.transports.remote import RemoteSending
 from pitstop.transports.session import Session
 from pitstop.transports.zmq_link import pidfd
@@ -33,9 +34,11 @@ class Client:
     """One connected client."""
 
     def __init__(self, hub: Hub, identity: bytes, hello: Hello, seat: Seat | None) -> None:
-        self.name = f"trainer (process {hello.pid})" if seat is None else seat.name
+        rank = f", rank {hello.rank} of {hello.world_size}" if hello.world_size > 1 else ""
+        self.name = f"trainer (process {hello.pid}{rank})" if seat is None else seat.name
+        self.group: Group | None = None
         self.seat = seat
-        self.session = Session("trainer") if seat is None else Session("receiver", seat.refit_id)
+        self.session = Session("trainer", rank=hello.rank) if seat is None else Session("receiver", seat.refit_id)
         self.heard_at = monotonic()
         self.sendings: dict[str, RemoteSending] = {}
         self.violations = 0
@@ -46,7 +49,9 @@ class Client:
         self._identity = identity
 
     def post(self, message: FromEngine) -> bool:
-        """Send a message; False if the client is gone or reads nothing."""
+        """Send a message; False if the client is gone or reads nothing. What ends a refit goes to its ranks too."""
+        if isinstance(message, Settled | Refuse) and self.group is not None and not self.session.rank:
+            self.group.ended(message)
         return self._hub.send(self._identity, message)
 
     def accepted(self, refit_id: str) -> None:

@@ -28,6 +28,7 @@ from pitstop.transports.messages import (
     Faulted,
     FromClient,
     Hello,
+    Join,
     LetGo,
     Propose,
     Refuse,
@@ -36,6 +37,7 @@ from pitstop.transports.messages import (
     Welcome,
 )
 from pitstop.transports.pool import WRITING
+from pitstop.transports.ranks import Ranks
 from pitstop.transports.remote import RemoteSending
 from pitstop.transports.reports import offered
 from pitstop.transports.segment import Probe
@@ -87,6 +89,7 @@ class ControlLink:
         self._tensors = tensors
         self._clients: dict[bytes, Client] = {}
         self._seats: dict[str, Seat] = {}
+        self._ranks = Ranks()
         self._wake = asyncio.Event()
         self._bound = asyncio.Event()
         self._beaten = 0.0
@@ -174,6 +177,10 @@ class ControlLink:
             self._drop(identity, PeerLost(f"{client.name} closed its link", peer=client.name))
         elif isinstance(message, Propose):
             await self._offer(client, message)
+        elif isinstance(message, Join):
+            if client.group is None:
+                raise ProtocolViolation("Join from a trainer of one rank")
+            client.group.joined(client, message)
         elif isinstance(message, Sent | Faulted):
             WRITING.discard(message.refit_id)
             if counts and (sending := client.sendings.get(message.refit_id)) is not None:
@@ -188,6 +195,7 @@ class ControlLink:
         if len(self._clients) >= _MOST_CLIENTS:
             raise ProtocolViolation(f"more than {_MOST_CLIENTS} clients")
         self._clients[identity] = client = Client(hub, identity, hello, seat)
+        client.group = self._ranks.came(client, hello)
         if client.pidfd is not None:
             asyncio.get_running_loop().add_reader(client.pidfd, self._died, identity)
         client.post(
@@ -205,6 +213,8 @@ class ControlLink:
     async def _offer(self, client: Client, message: Propose) -> None:
         if any(message.refit_id in other.sendings for other in self._clients.values()):
             raise ProtocolViolation(f"refit {message.refit_id} is another trainer's")
+        if client.group is not None:
+            client.group.offered(message)
         try:
             many = len(message.tensors) > _MANY
             offer = await asyncio.to_thread(offered, message) if many else offered(message)
@@ -256,6 +266,7 @@ class ControlLink:
             sending.failed(error)
         if client.seat is not None and dead:
             client.seat.lost(error)
+        self._ranks.went(client, error)
 
     def _tick(self) -> None:
         now = monotonic()
@@ -267,5 +278,6 @@ class ControlLink:
         for client in list(self._clients.values()):
             for sending in list(client.sendings.values()):
                 sending.tick()
+        self._ranks.tick()
         for tick in self.ticks:
             tick()

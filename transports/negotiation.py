@@ -6,10 +6,10 @@ from pitstop.engine.errors import LocalError
 from pitstop.transports.deadline import Limit
 from pitstop.transports.messages import Welcome
 from pitstop.transports.segment import why_not
-from pitstop.transports.zmq_link import Line, pid_space
+from pitstop.transports.zmq_link import Line, Rank, pid_space
 
 
-def connected(address: str, seconds: float) -> tuple[Line, Welcome, str]:
+def connected(address: str, seconds: float, rank: Rank) -> tuple[Line, Welcome, str]:
     """Connect as a trainer, within `seconds`; return the line, what the engine said, and how weights can travel.
 
     Raises:
@@ -17,7 +17,7 @@ def connected(address: str, seconds: float) -> tuple[Line, Welcome, str]:
     """
     line = Line(address)
     try:
-        welcome = line.greet("trainer", Limit(seconds))
+        welcome = line.greet("trainer", Limit(seconds), rank=rank)
         return line, welcome, negotiate(welcome, address)
     except BaseException:
         line.close()

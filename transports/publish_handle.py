@@ -43,6 +43,7 @@ class PublishHandle:
         self.key: Final = f"send_weights:{offer.refit_id}"
         self.since: Final = monotonic()
         self.offered = False
+        self.number = 0  #: its publisher's how-manieth it is
         self.cancelled: PitstopError | None = None
         self._observer: Observer | None = None
         self._future: Future[RefitReport] = Future()

@@ -24,6 +24,7 @@ from pitstop.transports.publish_handle import PublishHandle
 from pitstop.transports.reports import judge
 from pitstop.transports.sources import Publishable, source_of
 from pitstop.transports.trainer_link import TrainerLink
+from pitstop.transports.zmq_link import Rank
 
 
 class Publisher:
@@ -49,21 +50,31 @@ class Publisher:
 
     @classmethod
     def connect(
-        cls, address: str, *, timeout: float = 10.0, observer: Observer | None = None, reconnect: bool = False
-    ) -> Publisher:
+        cls, address: str, *, timeout: float = 10.0, observer: Observer | None = None, reconnect: bool = False,
+        rank: int = 0, world_size: int = 1, group: str = "",
+    ) -> Publisher:  # fmt: skip
         """Connect to the engine at `address`, as its `address` or `tcp_address` says, within `timeout` seconds.
 
         `observer` is told about every send; by default the one that telemetry's set-up installed. `reconnect`: when
         the engine is gone, what is open fails with `PeerLost`, and what is published after that is offered to the
         next engine at the same address, if one is there within `timeout` seconds.
 
+        A trainer of `world_size` ranks connects with each `rank`. Rank 0 sends; on the others `publish` takes part
+        without sending, and the handle ends with the same report or error. The contract: every rank calls `publish`
+        for the same versions in the same order, and connects anew when rank 0 does. An iterable is read to its end
+        inside `publish`, on every rank, in the calling thread: tensors that it gathers on the trainer's own group
+        are gathered in the same order everywhere, and no training step runs meanwhile. So every rank must give its
+        tensors whole and in the same order; what the others give is read, and dropped. Several such trainers at
+        one engine keep apart by `group`.
+
         Raises:
             PeerLost: no engine answers there.
+            InvalidRequest: there is no such rank.
             KeyUnreadable, AccessDenied: a TCP address whose key is absent, or not the engine's.
             LocalError: not an address, or the engine's memory cannot be shared from here; says why.
             ProtocolViolation: the engine speaks another version of the protocol.
         """
-        return cls(TrainerLink(address, timeout, reconnect=reconnect), observer)
+        return cls(TrainerLink(address, timeout, Rank(rank, world_size, group), reconnect=reconnect), observer)
 
     @classmethod
     async def connect_async(
@@ -73,9 +84,15 @@ class Publisher:
         timeout: float = 10.0,  # noqa: ASYNC109 - it is the thread's
         observer: Observer | None = None,
         reconnect: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        group: str = "",
     ) -> Publisher:
         """`connect`, in a thread of its own; if it is cancelled, the connection is closed as soon as it is made."""
-        connect = functools.partial(cls.connect, address, timeout=timeout, observer=observer, reconnect=reconnect)
+        connect = functools.partial(
+            cls.connect, address, timeout=timeout, observer=observer, reconnect=reconnect,
+            rank=rank, world_size=world_size, group=group,
+        )  # fmt: skip
         connecting = asyncio.ensure_future(asyncio.to_thread(connect))
         try:
             return await asyncio.shield(connecting)

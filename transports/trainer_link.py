@@ -18,12 +18,13 @@ from pitstop.engine.ports import Observer
 from pitstop.transports.codec import fault, raised, words
 from pitstop.transports.deadline import BEAT_S, Limit
 from pitstop.transports.digest import prepare
-from pitstop.transports.messages import Accept, Bye, Cancel, Faulted, FromEngine, Refuse, Sent, Settled
+from pitstop.transports.messages import Accept, Bye, Cancel, Faulted, FromEngine, Join, Propose, Refuse, Sent, Settled
 from pitstop.transports.negotiation import connected
 from pitstop.transports.packing import checked
 from pitstop.transports.publish_handle import PublishHandle
 from pitstop.transports.reports import accepted, propose
 from pitstop.transports.segment import Kept
+from pitstop.transports.zmq_link import Rank
 
 _LOG: Final = logging.getLogger(__name__)
 _FAREWELL_S: Final = 1.0
@@ -38,10 +39,12 @@ class TrainerLink:
         weight_version: what the engine served when it was connected to; None if nothing yet.
     """
 
-    def __init__(self, address: str, timeout: float, *, reconnect: bool) -> None:
+    def __init__(self, address: str, timeout: float, rank: Rank, *, reconnect: bool) -> None:
         self._address = address
         self._timeout = timeout
         self._reconnect = reconnect
+        self._rank = rank
+        self._count = 0
         self._connect(timeout)
         self._pid = os.getpid()
         self._kept = Kept("write")
@@ -65,7 +68,12 @@ class TrainerLink:
         """
         with self._lock:
             self._must_be_open()
-            handle.opened(observer, self.transport)
+            if self._rank.rank:
+                handle.released(None)
+            else:
+                handle.opened(observer, self.transport)
+            handle.number = self._count
+            self._count += 1
             self._handles[handle.refit_id] = handle
             self._new.append(handle)
         self._line.wake()
@@ -108,7 +116,7 @@ class TrainerLink:
             self._line.close()
 
     def _connect(self, seconds: float) -> None:
-        self._line, welcome, self.transport = connected(self._address, seconds)
+        self._line, welcome, self.transport = connected(self._address, seconds, self._rank)
         self.weight_version = welcome.weight_version
         _LOG.info("connected to run %s at %s: weights travel by %s", welcome.run_id, self._line.peer, self.transport)
 
@@ -144,7 +152,7 @@ class TrainerLink:
             handle = self._new.popleft()
             handle.offered = True
             try:
-                self._line.send(propose(handle.offer, handle.policy, handle.deadlines, rebase=handle.rebase))
+                self._line.send(self._opening(handle))
             except ProtocolViolation as error:
                 self._over(handle, error)
         for message in self._line.pump(seconds):
@@ -152,6 +160,14 @@ class TrainerLink:
         if self._handles:
             limits = [h.deadlines["silence"] for h in self._handles.values() if "silence" in h.deadlines]
             self._line.silence.check(self._line.peer, seconds=min(limits, default=self._line.silence.seconds))
+
+    def _opening(self, handle: PublishHandle) -> Propose | Join:
+        offer, limits = handle.offer, handle.deadlines
+        if not self._rank.rank:
+            return propose(offer, handle.policy, limits, rebase=handle.rebase, number=handle.number)
+        return Join(
+            offer.refit_id, offer.weight_version, handle.number, limits.get("receive", Join("-", 0, 0).receive_s)
+        )
 
     def _hear(self, message: FromEngine) -> None:
         if isinstance(message, Accept):
@@ -161,12 +177,13 @@ class TrainerLink:
             raise raised(message.error)
         if not isinstance(message, Settled | Refuse | Cancel):
             raise ProtocolViolation(f"{type(message).__name__} to a trainer", peer=self._line.peer)
-        handle = self._handles.get(message.refit_id)
+        joined = message.joined if isinstance(message, Settled) else ""
+        handle = self._handles.get(joined or message.refit_id)
         if handle is None:
             return
         if isinstance(message, Settled):
             with self._lock:
-                self._handles.pop(message.refit_id, None)
+                self._handles.pop(handle.refit_id, None)
             handle.settled(message)
         elif isinstance(message, Refuse):
             self._over(handle, raised(message.error))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import dataclass
 from hashlib import blake2b
 from threading import Lock
 from time import monotonic
@@ -15,7 +16,7 @@ from typing import Final, Literal
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from pitstop.engine.errors import AccessDenied, KeyUnreadable, LocalError, PeerLost, ProtocolViolation
+from pitstop.engine.errors import AccessDenied, InvalidRequest, KeyUnreadable, LocalError, PeerLost, ProtocolViolation
 from pitstop.transports.address import parsed
 from pitstop.transports.codec import encode, from_engine, raised
 from pitstop.transports.deadline import BEAT_S, SILENCE_S, Limit, Silence
@@ -37,7 +38,24 @@ _LAST_WORDS_MS: Final = 50
 _BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 _MOST_BROKEN: Final = 3  # handshakes that a peer ended without a word
 _REFUSED: Final = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_LONGEST_GROUP: Final = 64
 _BROKEN: Final = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Which of a trainer's ranks a client is. `group` keeps the ranks of several trainers apart."""
+
+    rank: int = 0
+    world_size: int = 1
+    group: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size or len(self.group) > _LONGEST_GROUP:
+            raise InvalidRequest(f"rank {self.rank} of {self.world_size}, group {self.group!r}: no such rank")
+
+
+_ALONE: Final = Rank()
 
 
 def pid_space() -> int:
@@ -98,7 +116,9 @@ class Line:
             self.close()
             raise
 
-    def greet(self, role: Literal["trainer", "receiver"], limit: Limit, token: str = "") -> Welcome:
+    def greet(
+        self, role: Literal["trainer", "receiver"], limit: Limit, token: str = "", rank: Rank = _ALONE
+    ) -> Welcome:
         """Say Hello and return what the engine answers.
 
         Raises:
@@ -106,7 +126,7 @@ class Line:
             AccessDenied: the engine does not accept the key.
             PitstopError: what the engine refuses with.
         """
-        self.send(Hello(PROTOCOL, role, os.getpid(), pid_space(), token))
+        self.send(Hello(PROTOCOL, role, os.getpid(), pid_space(), token, rank.rank, rank.world_size, rank.group))
         welcome: Welcome | None = None
         while limit.left():
             messages = self._heard(min(limit.left(), BEAT_S))
