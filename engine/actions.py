@@ -185,7 +185,7 @@ class Actions:
 
     async def _commit(self) -> Event:
         replica, job = self._replica, self._job
-        replica.ledger.commit(replica.name, replica.incarnation, job.weight_version)
+        replica.ledger.commit(replica.name, replica.incarnation, job.weight_version, job.place)
         label = replica.backend.label(job.weight_version)
         await bounded(label, self._limits.control, replica=replica.name, phase="resume")
         for request_id, made in self._counts.items():
@@ -193,7 +193,7 @@ class Actions:
             if flight is None:
                 continue
             if made:
-                flight.swapped(made, job.weight_version)
+                flight.swapped(made, job.place)
             else:
                 flight.withdraw()
         job.released = len(self._counts)

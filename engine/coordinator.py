@@ -10,7 +10,7 @@ import anyio.to_thread
 
 from pitstop.engine.errors import NotServing, PitstopError, RemoteError, StaleVersion
 from pitstop.engine.handle import RefitHandle
-from pitstop.engine.ledger import Ledger
+from pitstop.engine.ledger import Ledger, Place
 from pitstop.engine.ports import Observer, Sending, Transport
 from pitstop.engine.refit import Outcome, RefitOptions, RefitReport, route
 from pitstop.engine.replica import Replica
@@ -38,20 +38,12 @@ class Coordinator:
         self._inbox: asyncio.Queue[_Asked] = asyncio.Queue()
         self._running: tuple[RefitRun, asyncio.Task[None]] | None = None
         self._pending: RefitRun | None = None
-        self._known: dict[int, tuple[int, ...]] = {}
-        self._newest: int | None = None
+        self._known: dict[Place, tuple[int, ...]] = {}
 
     @property
     def busy(self) -> bool:
         """Whether a refit runs, waits, or is being judged."""
         return self._running is not None or self._pending is not None or not self._inbox.empty()
-
-    @property
-    def newest(self) -> int | None:
-        """The newest version any replica has committed."""
-        versions = [r.weight_version for r in self._replicas if r.weight_version is not None]
-        self._newest = max([*versions, *([self._newest] if self._newest is not None else [])], default=None)
-        return self._newest
 
     def offer(self, handle: RefitHandle, make: Callable[[], Awaitable[Sending]], options: RefitOptions) -> None:
         """Take an offer; `make` gives its far end, and may read files in a thread."""
@@ -96,21 +88,30 @@ class Coordinator:
 
     async def _accept(self, asked: _Asked, sending: Sending) -> RefitRun:
         offer = sending.offer
-        self._check_version(offer.weight_version)
+        place = self._place(offer.weight_version, rebase=asked.options.rebase)
         manifest = await anyio.to_thread.run_sync(route, offer, self._inventory())
-        return RefitRun(asked.handle, sending, manifest, asked.options, self._transport, self._observer, self._known)
+        return RefitRun(
+            asked.handle, sending, manifest, asked.options, self._transport, self._observer, self._known, place
+        )
 
-    def _check_version(self, version: int) -> None:
+    def _place(self, version: int, *, rebase: bool) -> Place:
         runs = (self._pending, self._running[0] if self._running else None)
-        ahead = [run.weight_version for run in runs if run is not None and not run.handle.done()]
-        if ahead and version <= max(ahead):
-            raise StaleVersion(f"version {version} is not above {max(ahead)}, which is on its way")
-        newest = self.newest
-        if newest is None or version > newest:
-            return
-        if version == newest and any(r.weight_version != newest for r in self._replicas):
-            return
-        raise StaleVersion(f"version {version} is not above {newest}, which the fleet has committed")
+        ahead = max((run.place for run in runs if run is not None and not run.handle.done()), default=None)
+        newest = self._ledger.newest
+        top = max((place for place in (ahead, newest) if place is not None), default=None)
+        if top is None:
+            return Place.first(version)
+        if rebase:
+            return top.rebased(version)
+        # A rebase that is on its way counts already: what follows it follows its count.
+        place = top.later(version)
+        if ahead is not None and place <= ahead:
+            raise _stale(version, f"{ahead.weight_version}, which is on its way")
+        if newest is None or place > newest:
+            return place
+        if place == newest and any(r.place != newest for r in self._replicas):
+            return place
+        raise _stale(version, f"{newest.weight_version}, which the fleet has committed")
 
     def _inventory(self) -> Inventory:
         for replica in self._replicas:
@@ -122,7 +123,9 @@ class Coordinator:
         run, self._pending = self._pending, None
         if run is None:
             return
-        task = asyncio.create_task(run.run(self._replicas, self.newest), name=f"refit:{run.weight_version}")
+        newest = self._ledger.newest
+        previous = newest.weight_version if newest is not None else None
+        task = asyncio.create_task(run.run(self._replicas, previous), name=f"refit:{run.weight_version}")
         self._running = (run, task)
         task.add_done_callback(self._ended)
 
@@ -137,3 +140,10 @@ class Coordinator:
         )
         handle.end(report)
         return report
+
+
+def _stale(version: int, than: str) -> StaleVersion:
+    return StaleVersion(
+        f"version {version} is not above {than}; a trainer that counts anew says so, once, with rebase=True",
+        weight_version=version,
+    )

@@ -8,12 +8,12 @@
     │   │   ├── MissingTensors, UnexpectedTensors, RepeatedTensors
     │   │   ├── ShapeMismatch, DtypeMismatch, TiedTensorsDiffer
     │   │   └── StaleVersion
-    │   ├── CheckpointUnreadable
-    │   ├── EngineClosed, NotServing, UnsupportedPolicy
+    │   ├── CheckpointUnreadable, KeyUnreadable
+    │   ├── EngineClosed, NotServing, UnsupportedPolicy, PublishOrder
     │   ├── EngineArgumentRejected  (in `vllm_backend`)
     │   └── AlreadyConfigured       (in `pitstop.telemetry`)
     └── RemoteError               a peer, a worker or an engine failed
-        ├── DeadlineExceeded, PeerLost, ReplicaDied, WorkerFailed
+        ├── DeadlineExceeded, PeerLost, AccessDenied, ReplicaDied, WorkerFailed
         ├── DigestMismatch, ProtocolViolation, CacheResetRefused
         └── RefitFailed
 
@@ -108,10 +108,22 @@ class UnsupportedPolicy(LocalError, ValueError):
     slug = "unsupported_policy"
 
 
+class PublishOrder(LocalError):
+    """Raised when the ranks of a trainer do not publish the same versions in the same order."""
+
+    slug = "publish_order"
+
+
 class CheckpointUnreadable(LocalError):
     """Raised when a checkpoint folder is absent, incomplete, half-written, or changed while it was read."""
 
     slug = "checkpoint_unreadable"
+
+
+class KeyUnreadable(LocalError):
+    """Raised when the key of a TCP address is absent, not private, or not a key. Fields: key (its path)."""
+
+    slug = "key_unreadable"
 
 
 class OfferRejected(LocalError):
@@ -175,6 +187,12 @@ class PeerLost(RemoteError):
     """Raised when a peer died, closed its link, or went silent. Fields: peer, seconds."""
 
     slug = "peer_lost"
+
+
+class AccessDenied(RemoteError):
+    """Raised when an engine does not accept the key that a client shows. Fields: peer, key (its path)."""
+
+    slug = "access_denied"
 
 
 class ReplicaDied(RemoteError):

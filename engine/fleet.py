@@ -73,7 +73,7 @@ class Fleet:
 
     @property
     def weight_version(self) -> int | None:
-        """The lowest version that any replica serves; None while none does."""
+        """The oldest version that any replica serves; None while none does."""
         return self._ledger.oldest
 
     # -- life ------------------------------------------------------------------------------------------
@@ -88,7 +88,10 @@ class Fleet:
             await asyncio.wait({ready, self._supervisor}, return_when=asyncio.FIRST_COMPLETED)
             if self._supervisor.done():
                 ready.cancel()
-                self._supervisor.result()
+                try:
+                    self._supervisor.result()
+                except BaseExceptionGroup as group:
+                    raise _sole(group) from None
             await ready
         except BaseException:
             ready.cancel()
@@ -143,9 +146,6 @@ class Fleet:
             except PitstopError as error:
                 log.warning("prompts must be token ids: %s", error)
                 self._renderer = None
-
-    def _newest(self) -> int | None:
-        return self._coordinator.newest
 
     def _changed(self) -> None:
         self._router.changed()
@@ -212,6 +212,14 @@ class Fleet:
                 return completion
         raise EngineClosed("the request never ran")
 
+    def staleness(self, completion: Completion) -> int:
+        """Return how many versions its oldest weights are behind the newest committed ones; 0 without tokens.
+
+        Never negative: a rebase is one version, whatever the trainer calls it.
+        """
+        newest = self._ledger.newest
+        return newest.number - completion.place if newest is not None and completion.place is not None else 0
+
     def abort(self, request_id: str | None = None) -> int:
         """End one request, or all, with what they have; return how many that were."""
         chosen = [f for r in self.replicas for f in list(r.flights.values()) if request_id in (None, f.request_id)]
@@ -247,7 +255,7 @@ class Fleet:
             session_id=session_id,
             trace_headers=trace_headers if trace_headers is not None else self._context(),
             labels=self._labels,
-            newest=self._newest,
+            newest=lambda: self._ledger.newest,
         )
 
     def _flight_or_error(
@@ -269,8 +277,8 @@ class Fleet:
     async def _admit(self, flight: Flight) -> None:
         replica = await self._router.admit(flight.session_id)
         with replica.gate.lease() as commit:
-            leg = await replica.backend.submit(flight.request(f"w{commit.weight_version}"))
-            flight.boarded(replica, leg, commit.weight_version)
+            leg = await replica.backend.submit(flight.request(f"w{commit.weight_version}.{commit.number}"))
+            flight.boarded(replica, leg, commit.place)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._renderer.decode(token_ids) if self._renderer is not None else ""
@@ -350,9 +358,10 @@ class Fleet:
         """
         self._must_be_open()
         await self.restart()
-        version = self._coordinator.newest
-        if all(r.weight_version == version and r.weight_version is not None for r in self.replicas):
+        newest = self._ledger.newest
+        if newest is not None and all(r.place == newest for r in self.replicas):
             return None
+        version = newest.weight_version if newest is not None else None
         sending = self._transport.replay(version) if version is not None else None
         if sending is None:
             raise NotServing(
@@ -381,3 +390,10 @@ class Fleet:
                 raise result
             if isinstance(result, BaseException):
                 raise result
+
+
+def _sole(error: BaseException) -> BaseException:
+    """Return what a group of one holds: callers look for the error, not for how tasks are run."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error

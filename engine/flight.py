@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pitstop.engine.errors import EngineClosed, IllegalEvent, PitstopError
+from pitstop.engine.ledger import Place
 from pitstop.engine.ports import Leg, Observer, Scalar, Work
 from pitstop.engine.request import Life, Piece, Request, RequestLife, SamplingParams, Span
 
@@ -42,7 +43,7 @@ class Flight:
     session_id: str | None = None
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, Scalar] = field(default_factory=dict)
-    newest: Callable[[], int | None] = lambda: None
+    newest: Callable[[], Place | None] = lambda: None
     leg: Leg | None = None
     berth: Berth | None = None
     failure: PitstopError | None = None
@@ -71,19 +72,19 @@ class Flight:
             trace_headers=self.trace_headers,
         )
 
-    def boarded(self, berth: Berth, leg: Leg, weight_version: int) -> None:
+    def boarded(self, berth: Berth, leg: Leg, place: Place) -> None:
         """An engine has accepted the request; it gets it back if the consumer has left meanwhile."""
         if self.life.life is Life.ENDED:
             leg.abort()
             raise EngineClosed(f"request {self.request_id} was closed while it was being admitted")
-        self.life.accepted(weight_version)
+        self.life.accepted(place.weight_version, place.number)
         self.leg, self.berth = leg, berth
         berth.flights[self.request_id] = self
 
-    def swapped(self, made: int, weight_version: int) -> None:
+    def swapped(self, made: int, place: Place) -> None:
         """The engine's weights changed after exactly `made` tokens of this leg."""
         self.holds += 1
-        self.life.swapped(made, weight_version)
+        self.life.swapped(made, place.weight_version, place.number)
 
     def withdraw(self) -> None:
         """Leave the engine without a token, to be admitted again under the new version."""
@@ -208,8 +209,8 @@ class Flight:
             detail["replica"] = self.berth.name
         if spans:
             detail |= {"version_first": spans[0].weight_version, "version_last": spans[-1].weight_version}
-            if (newest := self.newest()) is not None:
-                self.observer.counted("rl.staleness", newest - spans[0].weight_version, {"at": "completion"})
+            if (newest := self.newest()) is not None and self.life.oldest is not None:
+                self.observer.counted("rl.staleness", newest.number - self.life.oldest, {"at": "completion"})
         if self.first_token_at:
             detail["first_token_at"] = self.first_token_at
         if self.cached_tokens is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pitstop.engine.errors import DeadlineExceeded, PitstopError
+from pitstop.engine.ledger import Place
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.refit import RefitOptions, ReplicaReport
 
@@ -33,6 +34,7 @@ class Job:
     nbytes: int
     tensors: int
     done: asyncio.Future[ReplicaReport]
+    place: Place
     seconds: dict[str, float] = field(default_factory=dict)
     live: int = 0
     released: int = 0

@@ -47,6 +47,8 @@ class RolloutEngine(Fleet):
         observer: Observer | None = None,
         policy: Policy = "recompute",
         labels: Mapping[str, Scalar] | None = None,
+        listen: str | None = None,
+        keys: str | os.PathLike[str] | None = None,
     ) -> None:
         from pitstop.telemetry.context import capture
         from pitstop.transports.control import ControlLink
@@ -61,6 +63,8 @@ class RolloutEngine(Fleet):
             on_offer=self._offered,
             weight_version=lambda: self.weight_version,
             tensors=self._inventory_size,
+            listen=listen,
+            keys=None if keys is None else Path(keys),
         )
         self._link = link
         super().__init__(
@@ -85,6 +89,8 @@ class RolloutEngine(Fleet):
         policy: Policy = "recompute",
         on_replica_loss: Literal["error"] = "error",
         observer: Observer | None = None,
+        listen: str | None = None,
+        keys: str | os.PathLike[str] | None = None,
         **backend_options: Any,
     ) -> RolloutEngine:
         """Describe an engine; `async with` boots it.
@@ -97,6 +103,10 @@ class RolloutEngine(Fleet):
             policy: what a refit does to requests in flight unless it says otherwise (`RefitOptions`).
             on_replica_loss: requests on a replica that is lost end with its error, keeping their tokens.
             observer: is told what happens; by default what `pitstop.telemetry.configure` installed.
+            listen: `tcp://<host>:<port>` lets trainers connect there too (`tcp_address`); port 0 is any, no host the
+                loopback. Everything on it is encrypted, and only who can read the run's `client.key` gets in.
+            keys: folder where the keys of `listen` lie or are made, so that they outlive this engine; by default its
+                own private folder, and they end with it.
             backend_options: further arguments of the backend's constructor.
 
         Raises:
@@ -123,12 +133,17 @@ class RolloutEngine(Fleet):
                 trust_remote_code=bool(args.get("trust_remote_code")),
             )
         labels = {"model": Path(model).name, "provider": backend}
-        return cls(made, renderer=renderer, observer=observer, policy=policy, labels=labels)
+        return cls(made, renderer=renderer, observer=observer, policy=policy, labels=labels, listen=listen, keys=keys)
 
     @property
     def address(self) -> str:
         """Where publishers connect."""
         return self._link.address
+
+    @property
+    def tcp_address(self) -> str | None:
+        """Where publishers connect by TCP, and which key they need; None before the engine is entered, or not asked."""
+        return self._link.tcp_address
 
     def refit(
         self,
@@ -139,17 +154,19 @@ class RolloutEngine(Fleet):
         policy: Policy | None = None,
         deadlines: Mapping[str, float] | Deadlines | None = None,
         headers: Mapping[str, str] | None = None,
+        rebase: bool = False,
     ) -> RefitHandle:
         """Bring new weights to every replica; return at once.
 
         Args:
             source: `model.named_parameters()`, a mapping of names to tensors, a module, or the folder of a
                 checkpoint. It must stay unchanged until `handle.sent`.
-            weight_version: must be above every version committed before.
+            weight_version: must be above every version committed before, unless it is a rebase.
             cast: "inventory" casts floating-point tensors to the dtypes of the model's checkpoint.
             policy: fate of requests in flight (`RefitOptions`); the engine's by default.
             deadlines: limits in seconds that differ from `Deadlines`' defaults.
             headers: W3C trace context to work under; by default the caller's current span.
+            rebase: the trainer has begun its count of versions anew, with this one; later ones are counted from it.
 
         Returns:
             A handle; awaiting it gives the report, or raises what kept every replica from the version
@@ -158,7 +175,7 @@ class RolloutEngine(Fleet):
         from pitstop.transports.memory_link import memory_sending
 
         self._must_be_open()
-        options = self._options(policy, deadlines)
+        options = self._options(policy, deadlines, rebase=rebase)
         said = dict(headers) if headers is not None else dict(self._context())
         refit_id = uuid.uuid4().hex
         handle = RefitHandle(refit_id, weight_version)
@@ -188,18 +205,18 @@ class RolloutEngine(Fleet):
             self._run_dir.close()
 
     def _options(
-        self, policy: str | None, deadlines: Mapping[str, float] | Deadlines | None, base: Deadlines | None = None
+        self, policy: str | None, deadlines: Mapping[str, float] | Deadlines | None, *, rebase: bool
     ) -> RefitOptions:
-        limits = deadlines if isinstance(deadlines, Deadlines) else base or Deadlines()
+        limits = deadlines if isinstance(deadlines, Deadlines) else Deadlines()
         if isinstance(deadlines, Mapping):
             if unknown := set(deadlines) - set(Deadlines.__dataclass_fields__):
                 raise UnsupportedPolicy(f"no deadlines are named {names(list(unknown))}")
             limits = replace(limits, **deadlines)
-        return RefitOptions(policy=policy or self._policy, deadlines=limits)  # type: ignore[arg-type]
+        return RefitOptions(policy=policy or self._policy, deadlines=limits, rebase=rebase)  # type: ignore[arg-type]
 
     def _offered(self, sending: RemoteSending) -> None:
         self._must_be_open()
-        options = self._options(sending.policy, sending.deadlines)
+        options = self._options(sending.policy, sending.deadlines, rebase=sending.rebase)
 
         async def make() -> Sending:
             return sending

@@ -67,10 +67,12 @@ class RefitOptions:
 
     `keep`: they continue on their old KV cache. `recompute`: they continue, their KV cache is rebuilt under the
     new weights. `wait`: they finish first. `abort`: they end with what they have.
+    `rebase`: the version need not be above the committed one, and later versions are counted from it.
     """
 
     policy: Policy = "recompute"
     deadlines: Deadlines = field(default_factory=Deadlines)
+    rebase: bool = False
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

@@ -17,7 +17,7 @@ from pitstop.engine.errors import EngineClosed, IllegalEvent, PitstopError, Remo
 from pitstop.engine.flight import Flight
 from pitstop.engine.gate import Gate
 from pitstop.engine.job import Job, bounded
-from pitstop.engine.ledger import Ledger
+from pitstop.engine.ledger import Ledger, Place
 from pitstop.engine.lifecycle import (
     BootedEmpty,
     BootedWith,
@@ -98,6 +98,12 @@ class Replica:
         """The version it has proven in this life, if any."""
         commit = self.ledger.committed(self.name)
         return commit.weight_version if commit else None
+
+    @property
+    def place(self) -> Place | None:
+        """Where that version stands in the fleet's history."""
+        commit = self.ledger.committed(self.name)
+        return commit.place if commit else None
 
     @property
     def load(self) -> int:

@@ -122,7 +122,7 @@ class Completion:
 
     `spans` tile `[0, len(token_ids))`. `finish_reason` is "error" exactly when `error` is set; tokens made
     before the error are kept. `cached_tokens` counts prompt tokens that came from the prefix cache (None if the
-    backend does not say).
+    backend does not say). `place` is what `engine.staleness` counts from.
     """
 
     request_id: str
@@ -135,6 +135,7 @@ class Completion:
     stop_reason: str | int | None = None
     cached_tokens: int | None = None
     error: PitstopError | None = None
+    place: int | None = field(default=None, repr=False)
     render: Callable[[Sequence[int]], str] | str = field(default="", repr=False)
 
     @property
@@ -147,10 +148,10 @@ class VersionTrack:
     """Which weights made which token of one request, from exact counts at each swap."""
 
     def __init__(self) -> None:
-        self._marks: list[tuple[int, int]] = []
+        self._marks: list[tuple[int, int, int]] = []
 
-    def mark(self, at: int, weight_version: int) -> None:
-        """Tokens from index `at` on are made by `weight_version`.
+    def mark(self, at: int, weight_version: int, place: int | None = None) -> None:
+        """Tokens from index `at` on are made by `weight_version`, which stands at `place` (see `ledger.Place`).
 
         Raises:
             IllegalEvent: `at` lies before an earlier mark.
@@ -159,8 +160,9 @@ class VersionTrack:
             raise IllegalEvent(f"token {at} already belongs to version {self._marks[-1][1]}", event="mark")
         if self._marks and self._marks[-1][0] == at:
             self._marks.pop()
-        if not self._marks or self._marks[-1][1] != weight_version:
-            self._marks.append((at, weight_version))
+        place = weight_version if place is None else place
+        if not self._marks or self._marks[-1][1:] != (weight_version, place):
+            self._marks.append((at, weight_version, place))
 
     def cut(self, start: int, end: int) -> list[Span]:
         """Return the spans of tokens `[start, end)`; one empty span where `start == end`."""
@@ -170,11 +172,15 @@ class VersionTrack:
         if begun <= start:
             return [Span(latest, start, end)]
         spans = []
-        for (begin, version), stop in zip(self._marks, [at for at, _ in self._marks[1:]] + [end], strict=True):
+        for (begin, version, _), stop in zip(self._marks, [at for at, *_ in self._marks[1:]] + [end], strict=True):
             low, high = max(start, begin), min(end, max(stop, begin))
             if low < high:
                 spans.append(Span(version, low, high))
         return spans or [Span(self._marks[-1][1], end, end)]
+
+    def oldest(self, end: int) -> int | None:
+        """Return the lowest place of tokens `[0, end)`; None where there are none."""
+        return min((place for at, _, place in self._marks if at < end), default=None)
 
 
 class Life(Enum):
@@ -203,16 +209,16 @@ class RequestLife:
                 event=event,
             )
 
-    def accepted(self, weight_version: int) -> None:
+    def accepted(self, weight_version: int, place: int | None = None) -> None:
         """An engine holds the request and would make its next token with `weight_version`."""
         self._must(Life.QUEUED, "accepted")
-        self.track.mark(self.taken, weight_version)
+        self.track.mark(self.taken, weight_version, place)
         self.life = Life.RUNNING
 
-    def swapped(self, made: int, weight_version: int) -> None:
+    def swapped(self, made: int, weight_version: int, place: int | None = None) -> None:
         """The engine had made exactly `made` tokens when its weights became `weight_version`."""
         self._must(Life.RUNNING, "swapped")
-        self.track.mark(made, weight_version)
+        self.track.mark(made, weight_version, place)
 
     def withdrawn(self, made: int) -> None:
         """The request left its engine without a token and waits for another admission."""
@@ -245,3 +251,8 @@ class RequestLife:
     def spans(self) -> tuple[Span, ...]:
         """Spans of everything taken so far; empty without tokens."""
         return tuple(s for s in self.track.cut(0, self.taken) if s.start < s.end)
+
+    @property
+    def oldest(self) -> int | None:
+        """Place of the oldest weights that made a token taken so far; None without tokens."""
+        return self.track.oldest(self.taken)

@@ -25,6 +25,7 @@ from pitstop.engine.errors import (
 )
 from pitstop.engine.handle import RefitHandle
 from pitstop.engine.job import Job, bounded
+from pitstop.engine.ledger import Place
 from pitstop.engine.lifecycle import Phase, RefitOffered
 from pitstop.engine.ports import Observer, Sending, Transport, Work
 from pitstop.engine.refit import Outcome, RefitOptions, RefitReport, ReplicaReport, outcome, unequal_ties
@@ -59,9 +60,11 @@ class RefitRun:
         options: RefitOptions,
         transport: Transport,
         observer: Observer,
-        known: dict[int, tuple[int, ...]],
+        known: dict[Place, tuple[int, ...]],
+        place: Place,
     ) -> None:
         self.handle = handle
+        self.place = place
         self.begun = False
         self.superseded_by: int | None = None
         self._sending = sending
@@ -175,7 +178,7 @@ class RefitRun:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._options.deadlines.control):
                         await replica.reached(SETTLED)
-            if replica.phase in _TAKES_REFIT and replica.weight_version != self.weight_version:
+            if replica.phase in _TAKES_REFIT and replica.place != self.place:
                 self._parts[replica.name] = _Part(replica)
         if not self._parts:
             phases = ", ".join(f"{r.name} is {r.phase.value}" for r in replicas)
@@ -239,7 +242,7 @@ class RefitRun:
         job = Job(
             replica.name, self._offer.refit_id, self.weight_version, self._options, self._manifest.nbytes,
             len(self._manifest.rows), asyncio.get_running_loop().create_future(),
-            {"stage": part.stage_seconds},
+            self.place, {"stage": part.stage_seconds},
         )  # fmt: skip
         self._jobs.add(job.done)
         job.done.add_done_callback(lambda done: self._job_done(part, job, done))
@@ -285,7 +288,7 @@ class RefitRun:
             raise RefitFailed(f"the trailer has {len(trailer.digests)} digests for {len(self._manifest.rows)} tensors")
         if differing := unequal_ties(self._manifest, trailer):
             raise TiedTensorsDiffer(f"tied tensors were sent with different content: {differing[0]}")
-        known = self._known.get(self.weight_version)
+        known = self._known.get(self.place)
         if known is not None and known != trailer.digests:
             raise OfferRejected(f"version {self.weight_version} was committed before, with other content")
         self._digests = trailer.digests
@@ -354,7 +357,7 @@ class RefitRun:
         self._observer.closed(self._key, time.time_ns(), slug, detail)
         if self._digests is not None and how in (Outcome.COMMITTED, Outcome.PARTIAL):
             self._known.clear()
-            self._known[self.weight_version] = self._digests
+            self._known[self.place] = self._digests
         self.handle.end(report)
 
 

@@ -138,6 +138,7 @@ async def complete(flight: Flight, decode: Decode) -> Completion:
         stop_reason=whole.stop_reason,
         cached_tokens=flight.cached_tokens,
         error=flight.failure if whole.finish_reason == "error" else None,
+        place=flight.life.oldest,
         render=whole.text if flight.text else decode,
     )
 

@@ -11,20 +11,24 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from time import monotonic
-from typing import Final, Protocol
+from typing import Final
 
 from pitstop.engine.errors import PeerLost, PitstopError, ProtocolViolation, RemoteError
+from pitstop.transports.address import listening
+from pitstop.transports.client import Client, Seat
 from pitstop.transports.codec import fault, from_client
 from pitstop.transports.deadline import BEAT_S
+from pitstop.transports.hub import Hub
 from pitstop.transports.messages import (
     PROTOCOL,
     Beat,
     Bye,
     Faulted,
     FromClient,
-    FromEngine,
     Hello,
+    Join,
     LetGo,
     Propose,
     Refuse,
@@ -33,11 +37,12 @@ from pitstop.transports.messages import (
     Welcome,
 )
 from pitstop.transports.pool import WRITING
+from pitstop.transports.ranks import Ranks
 from pitstop.transports.remote import RemoteSending
 from pitstop.transports.reports import offered
 from pitstop.transports.segment import Probe
-from pitstop.transports.session import Session, greeted
-from pitstop.transports.zmq_link import Hub, pid_space, pidfd
+from pitstop.transports.session import greeted
+from pitstop.transports.zmq_link import pid_space
 
 _LOG: Final = logging.getLogger(__name__)
 _TICK_S: Final = 0.1
@@ -49,54 +54,11 @@ _MOST_VIOLATIONS: Final = 16
 _MOST_CLIENTS: Final = 4096
 
 
-class Seat(Protocol):
-    """A receiver that was given a ticket, whether it has come or not. Belongs to a transport."""
-
-    refit_id: str
-    name: str
-
-    def welcomed(self, client: Client) -> None:
-        """It has said Hello with its ticket's token."""
-
-    def heard(self, message: Report | LetGo) -> None:
-        """It reports."""
-
-    def lost(self, error: PitstopError) -> None:
-        """Its process is dead, or it has closed the link: it reads nothing any more."""
-
-
-class Client:
-    """One connected client."""
-
-    def __init__(self, hub: Hub, identity: bytes, hello: Hello, seat: Seat | None) -> None:
-        self.name = f"trainer (process {hello.pid})" if seat is None else seat.name
-        self.seat = seat
-        self.session = Session("trainer") if seat is None else Session("receiver", seat.refit_id)
-        self.heard_at = monotonic()
-        self.sendings: dict[str, RemoteSending] = {}
-        self.violations = 0
-        self.died_at: float | None = None
-        self.beats = True
-        self.pidfd = pidfd(hello.pid, hello.pid_space)
-        self._hub = hub
-        self._identity = identity
-
-    def post(self, message: FromEngine) -> bool:
-        """Send a message; False if the client is gone or reads nothing."""
-        return self._hub.send(self._identity, message)
-
-    def accepted(self, refit_id: str) -> None:
-        """See `remote.Peer.accepted`."""
-        self.session.accepted(refit_id)
-
-    def settled(self, refit_id: str) -> None:
-        """See `remote.Peer.settled`."""
-        self.session.settled(refit_id)
-        self.sendings.pop(refit_id, None)
-
-
 class ControlLink:
     """Binds `address` (`ipc://<path>`, in a folder of mode 0700) and serves it while `run` runs.
+
+    `listen` (`tcp://<host>:<port>`) is bound too, for clients with the key that lies in the folder `keys`, by default
+    that of the socket; it is made there if it is not there yet.
 
     `on_offer` is called with every offer that arrives, on the event loop; it must return at once, and what it raises
     goes back to the trainer. `weight_version` and `tensors` (of the inventory) tell clients what they connect to.
@@ -110,17 +72,24 @@ class ControlLink:
         on_offer: Callable[[RemoteSending], None],
         weight_version: Callable[[], int | None] = lambda: None,
         tensors: Callable[[], int] = lambda: 0,
+        listen: str | None = None,
+        keys: Path | None = None,
     ) -> None:
         self.address: Final = address
+        self.tcp_address: str | None = None  #: with the path of the key; None until it is bound
         self.violations = 0  #: messages that were refused since the start
         self.ticks: list[Callable[[], None]] = []  #: called about ten times a second
         self.ended: list[Callable[[], None]] = []  #: called when `run` ends
+        self._listen = None if listen is None else listening(listen)
+        self._keys = keys
+        self._hub: Hub | None = None
         self._run_id = run_id
         self._on_offer = on_offer
         self._weight_version = weight_version
         self._tensors = tensors
         self._clients: dict[bytes, Client] = {}
         self._seats: dict[str, Seat] = {}
+        self._ranks = Ranks()
         self._wake = asyncio.Event()
         self._bound = asyncio.Event()
         self._beaten = 0.0
@@ -128,6 +97,11 @@ class ControlLink:
     async def ready(self) -> None:
         """Return when clients can connect."""
         await self._bound.wait()
+
+    @property
+    def denied(self) -> int:
+        """Clients that were turned away because of their key."""
+        return self._hub.denied if self._hub is not None else 0
 
     def expect(self, token: str, seat: Seat) -> None:
         """Let a receiver with this token in."""
@@ -143,9 +117,13 @@ class ControlLink:
         Raises:
             LocalError: the address cannot be bound.
         """
-        hub, probe = Hub(self.address, self._wake.set), Probe()
+        self._hub = hub = Hub(self.address, self._wake.set, self._listen, self._keys)
+        self.tcp_address = hub.tcp_address
+        probe = Probe()
         loop = asyncio.get_running_loop()
-        loop.add_reader(hub.fileno(), self._wake.set)
+        descriptors = hub.filenos()
+        for descriptor in descriptors:
+            loop.add_reader(descriptor, self._wake.set)
         self._bound.set()
         try:
             while True:
@@ -157,7 +135,8 @@ class ControlLink:
                         await self._wake.wait()
         finally:
             self._bound.clear()
-            loop.remove_reader(hub.fileno())
+            for descriptor in descriptors:
+                loop.remove_reader(descriptor)
             for identity, client in list(self._clients.items()):
                 client.post(Bye())
                 self._drop(identity, PeerLost("the engine was closed", peer="engine"), dead=False)
@@ -198,6 +177,10 @@ class ControlLink:
             self._drop(identity, PeerLost(f"{client.name} closed its link", peer=client.name))
         elif isinstance(message, Propose):
             await self._offer(client, message)
+        elif isinstance(message, Join):
+            if client.group is None:
+                raise ProtocolViolation("Join from a trainer of one rank")
+            client.group.joined(client, message)
         elif isinstance(message, Sent | Faulted):
             WRITING.discard(message.refit_id)
             if counts and (sending := client.sendings.get(message.refit_id)) is not None:
@@ -212,6 +195,7 @@ class ControlLink:
         if len(self._clients) >= _MOST_CLIENTS:
             raise ProtocolViolation(f"more than {_MOST_CLIENTS} clients")
         self._clients[identity] = client = Client(hub, identity, hello, seat)
+        client.group = self._ranks.came(client, hello)
         if client.pidfd is not None:
             asyncio.get_running_loop().add_reader(client.pidfd, self._died, identity)
         client.post(
@@ -229,10 +213,12 @@ class ControlLink:
     async def _offer(self, client: Client, message: Propose) -> None:
         if any(message.refit_id in other.sendings for other in self._clients.values()):
             raise ProtocolViolation(f"refit {message.refit_id} is another trainer's")
+        if client.group is not None:
+            client.group.offered(message)
         try:
             many = len(message.tensors) > _MANY
             offer = await asyncio.to_thread(offered, message) if many else offered(message)
-            sending = RemoteSending(offer, client, message.policy, message.deadlines)
+            sending = RemoteSending(offer, client, message.policy, message.deadlines, rebase=message.rebase)
             client.sendings[message.refit_id] = sending
             self._on_offer(sending)
         except Exception as failure:  # noqa: BLE001 - the reader serves everybody, whatever one offer does to its taker
@@ -280,6 +266,7 @@ class ControlLink:
             sending.failed(error)
         if client.seat is not None and dead:
             client.seat.lost(error)
+        self._ranks.went(client, error)
 
     def _tick(self) -> None:
         now = monotonic()
@@ -291,5 +278,6 @@ class ControlLink:
         for client in list(self._clients.values()):
             for sending in list(client.sendings.values()):
                 sending.tick()
+        self._ranks.tick()
         for tick in self.ticks:
             tick()

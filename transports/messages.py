@@ -23,7 +23,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Changes whenever two versions of this file could not talk to each other."""
 
 MOST_TENSORS: Final = 1 << 20
@@ -60,13 +60,19 @@ class Fault(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Hello(Struct, frozen=True, tag=True):
-    """A client's first message. `pid_space` tells whether `pid` means the same process on both sides."""
+    """A client's first message. `pid_space` tells whether `pid` means the same process on both sides.
+
+    Of a trainer's ranks, rank 0 sends. `group` keeps the ranks of several trainers apart.
+    """
 
     protocol: int
     role: Literal["trainer", "receiver"]
     pid: Natural
     pid_space: Natural
     token: Annotated[str, Meta(max_length=128)] = ""
+    rank: Natural = 0
+    world_size: Annotated[int, Meta(ge=1, lt=1 << 31)] = 1
+    group: Annotated[str, Meta(max_length=64)] = ""
 
 
 class Welcome(Struct, frozen=True, tag=True):
@@ -99,7 +105,10 @@ class Row(Struct, frozen=True, array_like=True):
 
 
 class Propose(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A trainer's offer. `policy` and `deadlines` are wishes for this refit; unset ones are the engine's."""
+    """A trainer's offer. `policy` and `deadlines` are wishes for this refit; unset ones are the engine's.
+
+    `rebase`: the trainer has begun its count of versions anew. `number`: its how-manieth publish this is, from 0.
+    """
 
     refit_id: RefitId
     weight_version: Natural
@@ -109,6 +118,20 @@ class Propose(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     headers: Annotated[dict[Name, Text], Meta(max_length=64)] = {}
     policy: Name | None = None
     deadlines: Annotated[dict[Name, Seconds], Meta(max_length=32)] = {}
+    rebase: bool = False
+    number: Natural = 0
+
+
+class Join(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A rank that does not send takes part in publish `number` of its trainer; answered by `Settled` or `Refuse`.
+
+    `refit_id` is its own name for it. It waits for rank 0's offer for `receive_s` at most.
+    """
+
+    refit_id: RefitId
+    weight_version: Natural
+    number: Natural
+    receive_s: Seconds = 120.0
 
 
 class Accept(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -185,7 +208,7 @@ class ReplicaPart(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Settled(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A `RefitReport`: what became of the offer."""
+    """A `RefitReport`: what became of the offer; `joined` is the name that a rank which does not send gave it."""
 
     refit_id: RefitId
     weight_version: Natural
@@ -197,6 +220,7 @@ class Settled(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     sent_seconds: float
     replicas: Annotated[dict[Name, ReplicaPart], Meta(max_length=65536)] = {}
     error: Fault | None = None
+    joined: Annotated[str, Meta(max_length=64)] = ""
 
 
 class Beat(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -207,5 +231,5 @@ class Bye(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The sender closes the link."""
 
 
-FromClient = Hello | Propose | Sent | Faulted | Report | LetGo | Beat | Bye
+FromClient = Hello | Propose | Join | Sent | Faulted | Report | LetGo | Beat | Bye
 FromEngine = Welcome | Refuse | Accept | Cancel | Seal | Noted | Settled | Beat | Bye

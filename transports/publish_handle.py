@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+from time import monotonic
 from typing import Any, Final
 
-from pitstop.engine.errors import PitstopError, RefitFailed
+from pitstop.engine.errors import PitstopError, ProtocolViolation, RefitFailed
+from pitstop.engine.ports import Observer, Scalar, Work
 from pitstop.engine.refit import Outcome, RefitReport
 from pitstop.engine.worker_ports import Offer
+from pitstop.transports.messages import Settled
 from pitstop.transports.packing import Source
+from pitstop.transports.reports import reported
 
 
 class PublishHandle:
@@ -24,7 +29,9 @@ class PublishHandle:
         weight_version: the version that was offered.
     """
 
-    def __init__(self, offer: Offer, source: Source, policy: str | None, deadlines: dict[str, float]) -> None:
+    def __init__(
+        self, offer: Offer, source: Source, policy: str | None, deadlines: dict[str, float], *, rebase: bool = False
+    ) -> None:
         self.refit_id: Final = offer.refit_id
         self.weight_version: Final = offer.weight_version
         self.sent: Final = threading.Event()
@@ -32,8 +39,13 @@ class PublishHandle:
         self.source: Source | None = source
         self.policy: Final = policy
         self.deadlines: Final = deadlines
+        self.rebase: Final = rebase
         self.key: Final = f"send_weights:{offer.refit_id}"
+        self.since: Final = monotonic()
+        self.offered = False
+        self.number = 0  #: its publisher's how-manieth it is
         self.cancelled: PitstopError | None = None
+        self._observer: Observer | None = None
         self._future: Future[RefitReport] = Future()
         # Whoever stops waiting for it does not stop it.
         self._future.set_running_or_notify_cancel()
@@ -54,23 +66,40 @@ class PublishHandle:
     def __await__(self) -> Generator[Any, None, RefitReport]:
         return asyncio.wrap_future(self._future).__await__()
 
-    def propagate(self, headers: Mapping[str, str]) -> None:
-        """Carry these headers in the offer. Called before it is sent."""
-        self.offer = replace(self.offer, headers=dict(headers))
+    def opened(self, observer: Observer, transport: str) -> None:
+        """Tell an observer of the send, and carry its headers in the offer. Called before that is sent."""
+        offer = self.offer
+        detail: dict[str, Scalar] = {
+            "refit_id": offer.refit_id, "weight_version": offer.weight_version, "bytes": offer.nbytes,
+            "tensors": len(offer.tensors), "transport": transport,
+        }  # fmt: skip
+        work = Work("send_weights", self.key, time.time_ns(), headers=offer.headers, detail=detail)
+        headers: Mapping[str, str] = observer.opened(work)
+        self.offer = replace(offer, headers=dict(headers))
+        self._observer = observer
 
-    def released(self) -> bool:
-        """The source is free; return whether it was not before. Called by the publisher's thread."""
+    def released(self, error: PitstopError | None) -> None:
+        """The source is free, after `error` if it was not sent. Idempotent. Called by the publisher's thread."""
         if self.source is None:
-            return False
+            return
         self.source.close()
         self.source = None
         self.sent.set()
-        return True
+        if self._observer is not None:
+            self._observer.closed(self.key, time.time_ns(), None if error is None else error.slug)
+
+    def settled(self, message: Settled) -> None:
+        """The engine says how the refit has ended."""
+        try:
+            self.end(reported(message), None)
+        except ProtocolViolation as wrong:
+            self.end(None, wrong)
 
     def end(self, report: RefitReport | None, error: PitstopError | None) -> None:
         """The refit has ended. Called by the publisher's thread, once."""
         if self._future.done():
             return
+        self.released(error or (report.error if report is not None else None))
         if error is None and report is not None and report.outcome is Outcome.FAILED:
             found = (part.error for part in report.replicas.values() if part.error is not None)
             error = report.error or next(found, None) or RefitFailed(f"no replica took version {self.weight_version}")

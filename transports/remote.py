@@ -34,12 +34,15 @@ class Peer(Protocol):
 
 
 class RemoteSending:
-    """Implements `ports.Sending`. `policy` and `deadlines` are the trainer's wishes; unset ones are not in there."""
+    """Implements `ports.Sending`. `policy`, `deadlines`, `rebase` are the trainer's wishes; unset ones are left out."""
 
     transport = "shared_memory"
 
-    def __init__(self, offer: Offer, peer: Peer, policy: str | None, deadlines: Mapping[str, float]) -> None:
+    def __init__(
+        self, offer: Offer, peer: Peer, policy: str | None, deadlines: Mapping[str, float], *, rebase: bool = False
+    ) -> None:
         self.offer = offer
+        self.rebase = rebase
         self.policy = policy
         self.deadlines = dict(deadlines)
         self._peer = peer

@@ -23,12 +23,15 @@ _CODES: Final = {name: code for code, name in enumerate(DTYPES)}
 _MOST: Final = 1 << 56
 
 
-def propose(offer: Offer, policy: str | None, deadlines: dict[str, float]) -> Propose:
+def propose(
+    offer: Offer, policy: str | None, deadlines: dict[str, float], *, rebase: bool = False, number: int = 0
+) -> Propose:
     """Return an offer as what travels."""
     rows = tuple(Row(spec.name, cast(Dtype, spec.dtype), spec.shape) for spec in offer.tensors)
     return Propose(
-        offer.refit_id, offer.weight_version, rows, offer.cast, offer.base_version, offer.headers, policy, deadlines
-    )
+        offer.refit_id, offer.weight_version, rows, offer.cast, offer.base_version, offer.headers, policy, deadlines,
+        rebase, number,
+    )  # fmt: skip
 
 
 def offered(message: Propose) -> Offer:

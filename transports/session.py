@@ -18,6 +18,7 @@ from pitstop.transports.messages import (
     Faulted,
     FromClient,
     Hello,
+    Join,
     LetGo,
     Propose,
     Report,
@@ -50,8 +51,9 @@ class Step(Enum):
 class Session:
     """One client from its `Hello` on."""
 
-    def __init__(self, role: Literal["trainer", "receiver"], refit_id: str = "") -> None:
+    def __init__(self, role: Literal["trainer", "receiver"], refit_id: str = "", rank: int = 0) -> None:
         self.role: Final = role
+        self.rank: Final = rank  #: of a trainer; only rank 0 sends
         self.refit_id: Final = refit_id  #: a receiver's only one
         self.stages: dict[str, Stage] = {}
         self.step = Step.WELCOME
@@ -69,6 +71,12 @@ class Session:
             raise ProtocolViolation(f"a second Hello of a {self.role}")
         if isinstance(message, Report | LetGo):
             return self._receiver(message)
+        if self.role == "trainer" and isinstance(message, Join) != (self.rank > 0):
+            raise ProtocolViolation(f"{type(message).__name__} from rank {self.rank} of a trainer")
+        if isinstance(message, Join):
+            if self.role != "trainer":
+                raise ProtocolViolation(f"Join from a {self.role}")
+            return True
         return self._trainer(message)
 
     def accepted(self, refit_id: str) -> None:
@@ -131,6 +139,8 @@ def greeted(message: FromClient) -> Hello:
     """
     if not isinstance(message, Hello):
         raise ProtocolViolation(f"{type(message).__name__} from a client that has not said Hello")
+    if message.rank >= message.world_size:
+        raise ProtocolViolation(f"rank {message.rank} of {message.world_size}", peer=message.role)
     if message.protocol != PROTOCOL:
         raise ProtocolViolation(f"protocol {message.protocol}, but this engine speaks {PROTOCOL}", peer=message.role)
     return message

@@ -16,8 +16,9 @@ from uuid import uuid4
 from pitstop.engine.errors import EngineClosed, OfferRejected, PeerLost, PitstopError, RemoteError
 from pitstop.engine.worker_ports import Manifest, Offer, Progress, Ticket, Trailer, WorkerLayout
 from pitstop.transports.buckets import place
+from pitstop.transports.client import Client
 from pitstop.transports.codec import fault, raised, words
-from pitstop.transports.control import Client, ControlLink
+from pitstop.transports.control import ControlLink
 from pitstop.transports.messages import Cancel, LetGo, Noted, Report, Seal
 from pitstop.transports.pool import Lease, SegmentPool
 from pitstop.transports.receiver import SegmentReceiver

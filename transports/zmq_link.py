@@ -1,4 +1,4 @@
-"""The two ends of the control link as sockets: who owns one polls it with a deadline, and closes it without lingering.
+"""A client's end of the control link as a socket: polled with a deadline, and closed without lingering.
 
 A socket belongs to one thread at a time. Nothing here waits without a limit.
 """
@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
+from hashlib import blake2b
 from threading import Lock
 from time import monotonic
 from typing import Final, Literal
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
-from pitstop.engine.errors import LocalError, PeerLost, ProtocolViolation
+from pitstop.engine.errors import AccessDenied, InvalidRequest, KeyUnreadable, LocalError, PeerLost, ProtocolViolation
+from pitstop.transports.address import parsed
 from pitstop.transports.codec import encode, from_engine, raised
 from pitstop.transports.deadline import BEAT_S, SILENCE_S, Limit, Silence
+from pitstop.transports.keys import client_key
 from pitstop.transports.messages import (
     MOST_BYTES,
     PROTOCOL,
@@ -30,15 +33,38 @@ from pitstop.transports.messages import (
     Welcome,
 )
 
-_SCHEME: Final = "ipc://"
 _AT_ONCE: Final = 64
 _LAST_WORDS_MS: Final = 50
+_BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
+_MOST_BROKEN: Final = 3  # handshakes that a peer ended without a word
+_REFUSED: Final = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_LONGEST_GROUP: Final = 64
+_BROKEN: Final = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Which of a trainer's ranks a client is. `group` keeps the ranks of several trainers apart."""
+
+    rank: int = 0
+    world_size: int = 1
+    group: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size or len(self.group) > _LONGEST_GROUP:
+            raise InvalidRequest(f"rank {self.rank} of {self.world_size}, group {self.group!r}: no such rank")
+
+
+_ALONE: Final = Rank()
 
 
 def pid_space() -> int:
     """Return a number that two processes share if a process id means the same to both; 0 if that is not known."""
     with contextlib.suppress(OSError):
-        return os.stat("/proc/self/ns/pid").st_ino
+        # The first namespace has the same number on every host.
+        with open(_BOOT_ID, "rb") as file:
+            where = b"%b %d" % (file.read().strip(), os.stat("/proc/self/ns/pid").st_ino)
+        return int.from_bytes(blake2b(where, digest_size=7).digest()) or 1
     return 0
 
 
@@ -62,8 +88,9 @@ class Line:
     """A client's end. Beats whenever it is pumped, and raises when the engine is gone."""
 
     def __init__(self, address: str, silence_s: float = SILENCE_S) -> None:
+        where = parsed(address)
         self.address: Final = address
-        self.peer: Final = f"engine at {address}"
+        self.peer: Final = f"engine at {where.endpoint}"
         self.silence = Silence(silence_s)
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
@@ -72,26 +99,39 @@ class Line:
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = Lock()
         self._pidfd: int | None = None
+        self._where = where
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._broken = 0
         self._dead = False
         self._unread: list[FromEngine] = []  # what came with the Welcome
         self._beaten = 0.0
         try:
-            self._socket.connect(address)
+            if where.path is None:
+                self._unlock()
+            self._socket.connect(where.endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise LocalError(f"{address!r} is not an address: {error.strerror}", address=address) from None
+        except BaseException:
+            self.close()
+            raise
 
-    def greet(self, role: Literal["trainer", "receiver"], limit: Limit, token: str = "") -> Welcome:
+    def greet(
+        self, role: Literal["trainer", "receiver"], limit: Limit, token: str = "", rank: Rank = _ALONE
+    ) -> Welcome:
         """Say Hello and return what the engine answers.
 
         Raises:
             PeerLost: no answer in time.
+            AccessDenied: the engine does not accept the key.
             PitstopError: what the engine refuses with.
         """
-        self.send(Hello(PROTOCOL, role, os.getpid(), pid_space(), token))
+        self.send(Hello(PROTOCOL, role, os.getpid(), pid_space(), token, rank.rank, rank.world_size, rank.group))
         welcome: Welcome | None = None
         while limit.left():
-            for message in self._heard(min(limit.left(), BEAT_S)):
+            messages = self._heard(min(limit.left(), BEAT_S))
+            self._let_in()
+            for message in messages:
                 if isinstance(message, Refuse):
                     raise raised(message.error)
                 if isinstance(message, Welcome):
@@ -100,9 +140,10 @@ class Line:
                     self._unread.append(message)
             if welcome is not None:
                 self._watch(welcome)
+                self._unmonitor()
                 return welcome
-        path = Path(self.address.removeprefix(_SCHEME))
-        why = "" if path.exists() else " (no such socket: has the engine started?)"
+        path = self._where.path
+        why = "" if path is None or path.exists() else " (no such socket: has the engine started?)"
         raise PeerLost(f"no answer from {self.peer} in {limit.seconds:g} s{why}", peer=self.peer, seconds=limit.seconds)
 
     def send(self, message: FromClient) -> None:
@@ -147,6 +188,7 @@ class Line:
     def close(self) -> None:
         """Close at once; what was queued and has not left yet is dropped. Idempotent."""
         if not self._context.closed:
+            self._unmonitor()
             self._socket.close(0)
             self._context.term()
             with self._closing:
@@ -174,6 +216,8 @@ class Line:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wakes, zmq.POLLIN)
+        if self._monitor is not None:
+            poller.register(self._monitor, zmq.POLLIN)
         if self._pidfd is not None:
             poller.register(self._pidfd, zmq.POLLIN)
         ready = dict(poller.poll(max(0, int(seconds * 1000))))
@@ -199,60 +243,34 @@ class Line:
         if self._pidfd is None:
             self._pidfd = pidfd(welcome.pid, welcome.pid_space)
 
+    def _unlock(self) -> None:
+        if self._where.key is None:
+            raise KeyUnreadable(
+                f"{self.address} names no key: a TCP address ends in ?key=<path of the run's client.key>"
+            )
+        key = client_key(self._where.key)
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, key.server.encode())
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public.encode())
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret.encode())
+        self._monitor = self._socket.get_monitor_socket(_REFUSED | _BROKEN)
 
-class Hub:
-    """The engine's end. Never blocks: what cannot be sent at once is not sent.
+    def _unmonitor(self) -> None:
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._monitor = None
 
-    `arrived` is called when sending has swallowed the news, which `fileno` gives only once, that something came.
-    """
-
-    def __init__(self, address: str, arrived: Callable[[], None]) -> None:
-        if not address.startswith(_SCHEME):
-            raise LocalError(f"{address!r} is not an address: this version knows {_SCHEME}<path>", address=address)
-        self.address: Final = address
-        self._arrived = arrived
-        self._path = Path(address.removeprefix(_SCHEME))
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
-        self._bound = False
-        try:
-            self._socket.bind(address)
-            self._bound = True
-            self._path.chmod(0o600)
-        except (zmq.ZMQError, OSError) as error:
-            self.close()
-            raise LocalError(f"{address} cannot be bound: {error.strerror}", address=address) from None
-
-    def fileno(self) -> int:
-        """A file descriptor that becomes readable, once, when there may be something to receive."""
-        return int(self._socket.getsockopt(zmq.FD))
-
-    def send(self, peer: bytes, message: FromEngine) -> bool:
-        """Send to one client; False if it is gone or reads nothing."""
-        try:
-            self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
-            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                self._arrived()
-        except zmq.ZMQError:
-            return False
-        return True
-
-    def receive(self) -> tuple[bytes, list[bytes]] | None:
-        """Return a client's identity and its frames, if something has come."""
-        try:
-            peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-        return peer, frames
-
-    def close(self) -> None:
-        """Close at once and remove the socket's file. Idempotent."""
-        if not self._context.closed:
-            self._socket.close(0)
-            self._context.term()
-            if self._bound:
-                self._path.unlink(missing_ok=True)
+    def _let_in(self) -> None:
+        """Raise `AccessDenied` if the engine, or whoever is there, ends the handshake instead of finishing it."""
+        while self._monitor is not None:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                return
+            # Who is shown a key that was made for another engine hangs up without a word, as does one that is dying.
+            self._broken += event == _BROKEN
+            if event != _BROKEN or self._broken >= _MOST_BROKEN:
+                raise AccessDenied(
+                    f"{self.peer} does not accept the key {self._where.key}: was it made by another run?",
+                    peer=self.peer, key=str(self._where.key),
+                )  # fmt: skip

@@ -98,7 +98,7 @@ async def test_a_request_without_a_token_is_withdrawn_at_the_swap_and_salted_ane
         await engine.refit_to(1, RefitOptions(policy="keep"))
         await asyncio.sleep(0.02)
         salts += [leg.request.cache_salt for leg in engine.sims[0].legs.values()]
-        assert salts == ["w0", "w1"]
+        assert salts == ["w0.1", "w1.2"]
         assert (await task).spans == ((1, 0, 5),)
 
 

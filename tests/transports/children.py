@@ -132,6 +132,42 @@ def train(connection: Connection, address: str, orders: list[tuple[int, dict[str
             assert handle.sent.is_set()
 
 
+def train_rank(connection: Connection, address: str, rank: int, world_size: int, store: str, versions: int) -> None:
+    """A rank that holds a share of the tensors: the others get theirs from it while they publish."""
+    import random
+    import time
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from pitstop.transports import Publisher
+    from tests.transports.weights import weights
+
+    limit = timedelta(seconds=30)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit)
+    pause = random.Random(rank)
+
+    def gathered(version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for owner, (name, whole) in enumerate(weights(version).items()):
+            tensor = whole.contiguous() if owner % world_size == rank else torch.zeros_like(whole).contiguous()
+            time.sleep(pause.uniform(0, 0.005))
+            if tensor.numel():
+                dist.broadcast(tensor.view(-1).view(torch.uint8), owner % world_size)
+            yield name, tensor
+
+    with Publisher.connect(address, rank=rank, world_size=world_size) as publisher:
+        for version in range(1, versions + 1):
+            time.sleep(pause.uniform(0, 0.05))
+            handle = publisher.publish(gathered(version), weight_version=version)
+            step = torch.ones(1)
+            dist.all_reduce(step)
+            report = handle.result(30)
+            connection.send((report.outcome.value, report.refit_id, int(step)))
+        connection.recv()
+    dist.destroy_process_group()
+
+
 def crawl(connection: Connection, address: str, options: dict[str, Any]) -> None:
     """A trainer that takes half a minute to send: it says when it has begun, so that a test can strike then."""
     from pitstop.engine.errors import PitstopError

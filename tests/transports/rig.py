@@ -91,11 +91,12 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(folder: Path, model: Inventory | None = None) -> AsyncIterator[Rig]:
+async def rig(folder: Path, model: Inventory | None = None, *, listen: str | None = None) -> AsyncIterator[Rig]:
     offers: asyncio.Queue[RemoteSending] = asyncio.Queue()
     link = ControlLink(
-        f"ipc://{folder}/control.sock", run_id="run-1", on_offer=offers.put_nowait, weight_version=lambda: 3
-    )
+        f"ipc://{folder}/control.sock", run_id="run-1", on_offer=offers.put_nowait, weight_version=lambda: 3,
+        listen=listen,
+    )  # fmt: skip
     made = Rig(link, SharedMemoryTransport(link), offers, model or inventory(weights(0)))
     task = asyncio.create_task(link.run())
     try:

@@ -68,7 +68,7 @@ async def test_a_handle_is_returned_at_once_and_can_be_awaited_waited_for_and_as
         with pytest.raises(TimeoutError):
             handle.result(0.01)
         sending = await engine.offer()
-        assert sending.deadlines == {"resume": 3.0}
+        assert (sending.deadlines, sending.rebase) == ({"resume": 3.0}, False)
         assert handle.refit_id == sending.offer.refit_id
         impatient = asyncio.ensure_future(settled(handle, 0.01))
         with pytest.raises(TimeoutError):
@@ -83,6 +83,12 @@ async def test_a_handle_is_returned_at_once_and_can_be_awaited_waited_for_and_as
         assert handle.result(0) is report
         assert await asyncio.to_thread(lambda: asyncio.run(settled(handle))) is report
         await engine.release(sending, [worker])
+
+
+async def test_a_trainer_says_that_it_counts_anew(tmp_path: Path) -> None:
+    async with rig(tmp_path) as engine, connected(engine) as trainer:
+        trainer.publish(weights(1), weight_version=1, rebase=True)
+        assert (await engine.offer()).rebase
 
 
 async def test_masters_are_cast_to_what_the_engine_has(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pitstop.transports.messages import (
     Faulted,
     FromClient,
     Hello,
+    Join,
     LetGo,
     Propose,
     Report,
@@ -29,9 +30,11 @@ NO = Fault("remote_error", "no")
 OFFER, SENT, FAULTED = Propose("r", 1, ()), Sent("r", b""), Faulted("r", NO)
 ATTACHED, LANDED, FAILED = Report("r", "attached"), Report("r", "landed"), Report("r", "failed", error=NO)
 LET_GO = LetGo("r")
+JOIN = Join("r", 1, 0)
 ALL: list[FromClient] = [
     Hello(1, "trainer", 1, 1),
     OFFER,
+    JOIN,
     SENT,
     FAULTED,
     ATTACHED,
@@ -66,12 +69,13 @@ def receiver(*said: FromClient) -> Session:
         (trainer(OFFER), [SENT, FAULTED]),
         (trainer(OFFER, SENT), []),
         (trainer(OFFER, FAULTED), []),
+        (Session("trainer", rank=1), [JOIN]),
         (receiver(), [ATTACHED, FAILED, LET_GO]),
         (receiver(ATTACHED), [LANDED, FAILED]),
         (receiver(ATTACHED, LANDED), [LET_GO]),
         (receiver(FAILED), [LET_GO]),
     ],
-    ids=["new", "sending", "sent", "faulted", "welcome", "attached", "landed", "failed"],
+    ids=["new", "sending", "sent", "faulted", "rank 1", "welcome", "attached", "landed", "failed"],
 )
 def test_everything_else_is_a_violation_and_changes_nothing(session: Session, allowed: list[FromClient]) -> None:
     for message in ALL:
