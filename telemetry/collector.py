@@ -27,6 +27,9 @@ THREAD: Final = "pitstop-collector"
 
 _MOST_WAITING: Final = 8_192
 _BATCH: Final = 256
+_PROBE: Final = (
+    8  # spans that ask a collector which failed: to encode more of them in vain would cost the engine's loop
+)
 _FIRST_PAUSE: Final = 1.0
 _LONGEST_PAUSE: Final = 30.0
 _POLL: Final = 0.002
@@ -192,15 +195,16 @@ class Courier:
         spans, numbers = self._lanes
         going = at_once or time.monotonic() >= spans.not_before
         while going and (self._held or self._waiting) and not self._given_up:
-            while self._waiting and len(self._held) < _BATCH:
+            while self._waiting and len(self._held) < (_PROBE if spans.pause else _BATCH):
                 try:
                     self._held.append(self._waiting.popleft())
                 except IndexError:  # dropped in this moment, as the oldest
                     break
             batch = self._held
             answer = self._post.spans(batch, self._limit())
-            if not answer.again:
-                self._held = []
+            if answer.again and not self._given_up:
+                self._waiting.extendleft(reversed(batch))
+            self._held = []
             going = self._judged(spans, len(batch), answer)
         data = self._numbers
         if data is not None and (at_once or time.monotonic() >= numbers.not_before) and not self._given_up:
