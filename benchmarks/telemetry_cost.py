@@ -7,10 +7,10 @@ thread and the files that it writes included. Cases are measured in turn, round 
 of all rounds and their range. `nothing` is the observer that sees nothing: what the calls themselves cost.
 
 `refits`: wall milliseconds of one refit of two simulated replicas under streams (a step takes 2 ms, a call to a replica
-5), with tracing off and with level 1 and each kind of collector on loopback, in turn, in an order that rotates.
-Each round's median is divided by that of the same round with tracing off; printed are the median of these ratios and
-their range. `end` is how many seconds turning telemetry off took at most. `off again` is the noise of the method: off
-against off.
+5), with tracing off and with level 1 and each kind of collector on loopback, round after round in a new order. `ms` is
+the lower quartile of all refits (what else runs on the machine only ever adds), `ratio` divides it by that with tracing
+off, `beside_journal` by that with journals and no collector; `range` is the ratio's, taken round by round. `end` is how
+many seconds turning telemetry off took at most. `off again` is the noise of the method: off against off.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import logging
 import multiprocessing
 import os
 import platform
+import random
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -135,7 +136,8 @@ def serve(pipe: Connection) -> None:
 
 
 def refits_by_collector(rounds: int, refits: int) -> dict[str, Any]:
-    times: dict[str, list[float]] = {}
+    times: dict[str, list[list[float]]] = {}
+    shuffled = random.Random(7)
     ends: dict[str, float] = {}
     logging.getLogger("pitstop.telemetry").setLevel(logging.ERROR)
     here, there = multiprocessing.Pipe()
@@ -145,8 +147,7 @@ def refits_by_collector(rounds: int, refits: int) -> dict[str, Any]:
         urls = {"journal only": None, "dead": nowhere, **here.recv()}
         kinds = ["off", "off again", *urls]
         for number in range(rounds + 1):
-            turn = number % len(kinds)
-            for name in kinds[turn:] + kinds[:turn]:
+            for name in shuffled.sample(kinds, len(kinds)):
                 end = 0.0
                 if name not in urls:
                     measured = asyncio.run(refit_times(refits, NullObserver()))
@@ -158,20 +159,29 @@ def refits_by_collector(rounds: int, refits: int) -> dict[str, Any]:
                         on.close()
                         end = time.perf_counter() - end
                 if number:  # the first round warms up
-                    times.setdefault(name, []).append(median(measured))
+                    times.setdefault(name, []).append(measured)
                     ends[name] = max(ends.get(name, 0.0), end)
     here.send("enough")
     server.join()
-    base = times["off"]
+    pooled = {name: quartile([value for measured in times[name] for value in measured]) for name in kinds}
     return {
         name: {
-            "ms": round(median(column), 3),
-            "ratio": round(median(a / b for a, b in zip(column, base, strict=True)), 4),
-            "range": [round(pick(a / b for a, b in zip(column, base, strict=True)), 4) for pick in (min, max)],
+            "ms": round(pooled[name], 3),
+            "ratio": round(pooled[name] / pooled["off"], 4),
+            "range": [round(pick(map(ratio, times[name], times["off"])), 4) for pick in (min, max)],
+            "beside_journal": round(pooled[name] / pooled["journal only"], 4),
             "end": round(ends[name], 3),
         }
-        for name, column in times.items()
+        for name in kinds
     }
+
+
+def quartile(values: list[float]) -> float:
+    return quantiles(values, n=4)[0]
+
+
+def ratio(these: list[float], those: list[float]) -> float:
+    return quartile(these) / quartile(those)
 
 
 def main() -> None:
