@@ -168,7 +168,7 @@ class VersionTrack:
         """Return the spans of tokens `[start, end)`; one empty span where `start == end`."""
         if not self._marks:
             return []
-        begun, latest = self._marks[-1]
+        begun, latest, _ = self._marks[-1]
         if begun <= start:
             return [Span(latest, start, end)]
         spans = []
