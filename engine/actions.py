@@ -33,6 +33,8 @@ from pitstop.engine.lifecycle import (
     Resumed,
     Suspended,
     WeightsLanded,
+    WokenEmpty,
+    WokenWhole,
 )
 from pitstop.engine.refit import Deadlines, Policy
 from pitstop.engine.worker_ports import WorkerOp, WorkerReply, WorkerVerb
@@ -73,6 +75,10 @@ class Actions:
         replica, job = self._replica, self._replica.job
         if job is not None:
             job.error = job.error or error
+        if do is Do.SLEEP and not self._kv_asleep and not isinstance(error, ReplicaDied):
+            # No memory was given back: the engine goes on as if nothing had been asked.
+            replica.sleep_error = error
+            return WokenEmpty() if replica.weight_version is None else WokenWhole()
         if isinstance(error, ReplicaDied) or do in (Do.BOOT, Do.SLEEP, Do.WAKE):
             replica.error = error
             return Died(error.slug)
@@ -127,7 +133,11 @@ class Actions:
         await self._clear_way(policy, limits)
         self._paused = True
         pause = asyncio.create_task(replica.backend.suspend(policy))
-        done, _ = await asyncio.wait({pause}, timeout=limits.suspend)
+        try:
+            done, _ = await asyncio.wait({pause}, timeout=limits.suspend)
+        except asyncio.CancelledError:
+            pause.cancel()
+            raise
         if not done:
             job.error = DeadlineExceeded(
                 f"{name}: suspend did not end within {limits.suspend:g} s",
@@ -231,10 +241,11 @@ class Actions:
         await bounded(replica.gate.drained(), limits.control, replica=replica.name, phase="sleep", peer="admission")
         if not self._paused:
             await self._clear_way(replica.sleeping.policy, limits)
+            self._paused = True
             self._counts = await bounded(
                 replica.backend.suspend(replica.sleeping.policy), limits.suspend, replica=replica.name, phase="sleep"
             )
-            self._paused = True
+        self._kv_asleep = True
         await bounded(
             replica.backend.sleep(replica.sleeping.level), limits.finalize, replica=replica.name, phase="sleep"
         )

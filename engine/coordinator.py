@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import anyio.to_thread
 
-from pitstop.engine.errors import NotServing, PitstopError, RemoteError, StaleVersion
+from pitstop.engine.errors import EngineClosed, NotServing, PitstopError, RemoteError, StaleVersion
 from pitstop.engine.handle import RefitHandle
+from pitstop.engine.job import bounded
 from pitstop.engine.ledger import Ledger, Place
 from pitstop.engine.ports import Observer, Sending, Transport
 from pitstop.engine.refit import Outcome, RefitOptions, RefitReport, route
@@ -21,7 +24,7 @@ from pitstop.engine.worker_ports import Inventory
 @dataclass(slots=True)
 class _Asked:
     handle: RefitHandle
-    make: Callable[[], Awaitable[Sending]]
+    make: Callable[[], Coroutine[Any, Any, Sending]]
     options: RefitOptions
 
 
@@ -30,11 +33,21 @@ class Coordinator:
     first replica begins to suspend. An offer that does not fit displaces nothing.
     """
 
-    def __init__(self, replicas: Sequence[Replica], ledger: Ledger, transport: Transport, observer: Observer) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        ledger: Ledger,
+        transport: Transport,
+        observer: Observer,
+        idle: Callable[[], None] = lambda: None,
+    ) -> None:
         self._replicas = replicas
         self._ledger = ledger
         self._transport = transport
         self._observer = observer
+        self._idle = idle
+        self._closed = False
+        self._judged: _Asked | None = None
         self._inbox: asyncio.Queue[_Asked] = asyncio.Queue()
         self._running: tuple[RefitRun, asyncio.Task[None]] | None = None
         self._pending: RefitRun | None = None
@@ -43,10 +56,14 @@ class Coordinator:
     @property
     def busy(self) -> bool:
         """Whether a refit runs, waits, or is being judged."""
-        return self._running is not None or self._pending is not None or not self._inbox.empty()
+        waiting = self._pending is not None or self._judged is not None or not self._inbox.empty()
+        return waiting or self._running is not None
 
-    def offer(self, handle: RefitHandle, make: Callable[[], Awaitable[Sending]], options: RefitOptions) -> None:
-        """Take an offer; `make` gives its far end, and may read files in a thread."""
+    def offer(self, handle: RefitHandle, make: Callable[[], Coroutine[Any, Any, Sending]], options: RefitOptions) -> None:
+        """Take an offer; `make` gives its far end, and may read files in a thread it does not wait for."""
+        if self._closed:
+            self._refuse(handle, EngineClosed("the engine was closed"))
+            return
         self._inbox.put_nowait(_Asked(handle, make, options))
 
     def changed(self) -> None:
@@ -58,24 +75,40 @@ class Coordinator:
         """Judge offers until cancelled."""
         try:
             while True:
-                await self._judge(await self._inbox.get())
+                self._judged = await self._inbox.get()
+                await self._judge(self._judged)
+                self._judged = None
+                if not self.busy:
+                    self._idle()
         finally:
+            self._closed = True
+            closed = EngineClosed("the engine was closed before the refit had ended")
+            left = [] if self._judged is None else [self._judged.handle]
+            while not self._inbox.empty():
+                left.append(self._inbox.get_nowait().handle)
+            if self._pending is not None:
+                left.append(self._pending.handle)
             if self._running is not None:
                 self._running[1].cancel()
                 await asyncio.wait({self._running[1]}, timeout=10)
-            while not self._inbox.empty():
-                self._refuse(self._inbox.get_nowait().handle, NotServing("the engine was closed"))
+                left.append(self._running[0].handle)
+            for handle in left:
+                if not handle.done():
+                    self._refuse(handle, closed)
 
     async def _judge(self, asked: _Asked) -> None:
         sending: Sending | None = None
         try:
-            sending = await asked.make()
+            limit = asked.options.deadlines.receive
+            sending = await bounded(asked.make(), limit, replica="fleet", phase="offer", peer="source")
             run = await self._accept(asked, sending)
         except Exception as failure:  # noqa: BLE001 - goes to whoever asked, as the error it is
             error = failure if isinstance(failure, PitstopError) else RemoteError(f"the offer failed: {failure!r}")
             report = self._refuse(asked.handle, error)
             if sending is not None:
-                await sending.settled(report)
+                limit = asked.options.deadlines.control
+                with contextlib.suppress(PitstopError):
+                    await bounded(sending.settled(report), limit, replica="fleet", phase="settle")
             return
         if self._pending is not None:
             self._pending.supersede(run.weight_version)
@@ -131,7 +164,10 @@ class Coordinator:
 
     def _ended(self, _task: asyncio.Task[None]) -> None:
         self._running = None
-        self._next()
+        if not self._closed:
+            self._next()
+            if not self.busy:
+                self._idle()
 
     @staticmethod
     def _refuse(handle: RefitHandle, error: PitstopError) -> RefitReport:

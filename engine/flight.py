@@ -6,12 +6,13 @@ A flight is driven by its consumer's task; there is no pump. A replica reaches i
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pitstop.engine.errors import EngineClosed, IllegalEvent, PitstopError
+from pitstop.engine.errors import EngineClosed, IllegalEvent, PitstopError, ReplicaDied
 from pitstop.engine.ledger import Place
 from pitstop.engine.ports import Leg, Observer, Scalar, Work
 from pitstop.engine.request import Life, Piece, Request, RequestLife, SamplingParams, Span
@@ -22,6 +23,9 @@ class Berth(Protocol):
 
     name: str
     flights: dict[str, Flight]
+
+    def suspect(self, error: ReplicaDied) -> None:
+        """A leg says that the engine is dead; the replica may not know yet."""
 
 
 Admit = Callable[["Flight"], Coroutine[Any, Any, None]]
@@ -51,6 +55,8 @@ class Flight:
     cached_tokens: int | None = None
     first_token_at: int = 0
     opened: bool = False
+    _cut: asyncio.Future[None] | None = None
+    _cut_asked: bool = False
 
     @property
     def request_id(self) -> str:
@@ -80,6 +86,8 @@ class Flight:
         self.life.accepted(place.weight_version, place.number)
         self.leg, self.berth = leg, berth
         berth.flights[self.request_id] = self
+        if self._cut_asked:
+            leg.abort()
 
     def swapped(self, made: int, place: Place) -> None:
         """The engine's weights changed after exactly `made` tokens of this leg."""
@@ -103,6 +111,14 @@ class Flight:
             self.failure = error
         if self.leg is not None:
             self.leg.abort()
+
+    def cut(self) -> None:
+        """End with what there is, wherever the request is. Synchronous, idempotent."""
+        self._cut_asked = True
+        if self.leg is not None:
+            self.leg.abort()
+        elif self._cut is not None and not self._cut.done():
+            self._cut.set_result(None)
 
     def start(self) -> None:
         """Open the request's span. Called once, before the first admission."""
@@ -139,8 +155,10 @@ class Flight:
         while True:
             leg = self.leg
             if leg is None:
+                if self._cut_asked:
+                    return self._ending(Piece((), finish_reason="abort"))
                 try:
-                    await self.admit(self)
+                    await self._admitted()
                 except PitstopError as error:
                     self.failure = error
                     return self._ending(Piece((), finish_reason="error"))
@@ -150,6 +168,8 @@ class Flight:
             except PitstopError as error:
                 if self.leg is not leg:
                     continue
+                if isinstance(error, ReplicaDied) and self.berth is not None:
+                    self.berth.suspect(error)
                 self.failure = self.failure or error
                 rest = leg.partial()
                 piece = Piece(rest.token_ids, rest.logprobs, rest.text, "error")
@@ -162,6 +182,21 @@ class Flight:
             if piece.token_ids and not self.first_token_at:
                 self.first_token_at = time.time_ns()
             return self._ending(piece) if piece.finish_reason else piece
+
+    async def _admitted(self) -> None:
+        """Wait for the admission, or for a `cut`."""
+        cut = self._cut = asyncio.get_running_loop().create_future()
+        admission = asyncio.ensure_future(self.admit(self))
+        try:
+            await asyncio.wait({admission, cut}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._cut = None
+            if not admission.done():
+                admission.cancel()
+                # What it had begun in the engine has to be taken back before anything else happens.
+                await asyncio.wait({admission})
+        if not admission.cancelled():
+            admission.result()
 
     def take(self, piece: Piece) -> list[Span]:
         """Count a pulled piece's tokens; return the spans they belong to, none when it ended before any engine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -28,7 +29,12 @@ def render(
         InvalidRequest: no ids, more ids than the context holds, ids outside the vocabulary, or text without a
             tokenizer; says which.
     """
-    ids = _ids(prompt, renderer)
+    try:
+        ids = _ids(prompt, renderer)
+    except InvalidRequest:
+        raise
+    except Exception as error:
+        raise InvalidRequest(f"the prompt cannot be rendered: {type(error).__name__}: {error}") from error
     if not ids:
         raise InvalidRequest("the prompt has no tokens")
     if len(ids) > max_model_len:
@@ -48,11 +54,13 @@ def _ids(prompt: Prompt, renderer: Renderer | None) -> tuple[int, ...]:
         raise InvalidRequest("a prompt mapping needs prompt_token_ids, messages or prompt")
     if isinstance(prompt, str):
         return tuple(_need(renderer).encode(prompt))
+    if isinstance(prompt, bytes | bytearray):
+        raise InvalidRequest("a prompt is text, token ids, or chat messages, not bytes")
     items = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         return tuple(_need(renderer).chat(cast(Sequence[Message], items)))
     try:
-        return tuple(map(int, cast(Sequence[int], items)))
+        return tuple(map(operator.index, cast(Sequence[int], items)))
     except (TypeError, ValueError):
         raise InvalidRequest("a prompt is text, token ids, or chat messages, not a mixture") from None
 

@@ -6,6 +6,7 @@ An action ends by posting what happened as the next event. Nothing else assigns 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -70,6 +71,7 @@ class Replica:
         self.error: PitstopError | None = None
         self.job: Job | None = None
         self.sleeping = SleepAsked(1)
+        self.sleep_error: PitstopError | None = None
         self._changed = changed
         self._phase = Phase.STARTING
         self._since = time.monotonic()
@@ -137,8 +139,14 @@ class Replica:
             IllegalEvent: the replica is neither serving nor idle. ReplicaDied: it died on the way.
         """
         async with self._asking:
+            # A refit or a start that is under way is waited for: each has its own limits.
+            await self.reached(SETTLED)
+            self.sleep_error = None
             await self._ask(SleepAsked(level, policy))
             await self._action_over()
+            if (error := self.sleep_error) is not None:
+                await self.reached(SETTLED - {Phase.SLEEPING})
+                raise error
             self._must_live()
 
     async def wake(self) -> None:
@@ -160,9 +168,26 @@ class Replica:
     async def restart(self) -> None:
         """Boot a new incarnation of a dead replica; return when it waits for the refit that lets it serve."""
         async with self._asking:
+            if self._phase is not Phase.DEAD:
+                return  # another call has restarted it meanwhile
+            # Two engines of one replica would share a device: the dead one is closed first.
+            await self._action_over()
             await self._ask(RestartAsked())
             await self.reached(SETTLED)
             self._must_live()
+
+    def suspect(self, error: ReplicaDied) -> None:
+        """A leg says that the engine is dead; the watch may not have said so yet."""
+        if self._phase not in (Phase.DEAD, Phase.STOPPED):
+            self.error = self.error or error
+            self.post(Died(error.slug))
+
+    async def caught_up(self) -> None:
+        """Return when every event that has been posted by now has been looked at."""
+        heard: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._inbox.put_nowait(_Post(-1, StopAsked(), heard=heard))
+        with contextlib.suppress(PitstopError):
+            await heard
 
     async def call_workers(self, op: WorkerOp) -> Sequence[WorkerReply]:
         """Run an order in every worker rank. For the coordinator: staging only."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, NamedTuple
+from operator import index
+from typing import Any, Final, Literal, NamedTuple, SupportsIndex
 
 from pitstop.engine.errors import IllegalEvent, InvalidRequest, PitstopError
 
@@ -13,6 +14,27 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Message = Mapping[str, object]
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, object]
 """Text, token ids, chat messages, or a mapping with `prompt_token_ids`, `prompt` or `messages`; ids win."""
+
+
+def _maybe(value: object) -> int | None:
+    return None if value is None else index(value)  # type: ignore[arg-type]
+
+
+def _flag(value: object) -> bool:
+    if value is not True and value is not False:
+        raise TypeError("not True or False")
+    return value
+
+
+def _ids(values: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    return tuple(map(index, values))
+
+
+_TYPES: Final[Mapping[str, Callable[[Any], object]]] = {
+    "max_tokens": _maybe, "min_tokens": index, "temperature": float, "top_p": float, "top_k": index, "min_p": float,
+    "presence_penalty": float, "frequency_penalty": float, "repetition_penalty": float, "seed": _maybe,
+    "stop_token_ids": _ids, "ignore_eos": _flag, "include_stop": _flag, "logprobs": _flag,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +69,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        # An engine would not refuse a field of another type: it would stop, for everybody.
+        for name, typed in _TYPES.items():
+            try:
+                object.__setattr__(self, name, typed(getattr(self, name)))
+            except (TypeError, ValueError, OverflowError) as error:
+                raise InvalidRequest(f"{name} is {getattr(self, name)!r}: {error}") from None
         for wrong, text in (
             (self.max_tokens is not None and self.max_tokens < 0, f"max_tokens is {self.max_tokens}, below 0"),
             (self.min_tokens < 0, f"min_tokens is {self.min_tokens}, below 0"),
@@ -57,6 +84,8 @@ class SamplingParams:
             (not 0 <= self.min_p <= 1, f"min_p is {self.min_p}, outside [0, 1]"),
             (not self.repetition_penalty > 0, f"repetition_penalty is {self.repetition_penalty}, not above 0"),
             ("" in self.stop, "stop has an empty string, which would match at once"),
+            (not all(isinstance(text, str) for text in self.stop), "stop has something that is not a string"),
+            (self.seed is not None and not -(2**63) <= self.seed < 2**63, f"seed is {self.seed}, not of 64 bits"),
         ):
             if wrong:
                 raise InvalidRequest(text)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections import OrderedDict, deque
+import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -13,6 +13,7 @@ from pitstop.engine.lifecycle import Phase
 from pitstop.engine.replica import Replica
 
 _SESSIONS: Final = 65_536
+_AT_ONCE: Final = 32
 _COMING: Final = frozenset(
     {Phase.STARTING, Phase.SUSPENDING, Phase.RECEIVING, Phase.FINALIZING, Phase.RESUMING, Phase.SERVING}
 )
@@ -33,14 +34,27 @@ class Router:
         self._refitting = refitting
         self._turn = 0
         self._sessions: OrderedDict[str, str] = OrderedDict()
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._waiters: dict[asyncio.Future[None], None] = {}
 
     def changed(self) -> None:
-        """A replica changed phase: let every waiter look again, the oldest first."""
-        waiters, self._waiters = self._waiters, deque()
-        for waiter in waiters:
+        """A replica changed phase, or a refit ended: if there is anything new to see, let waiters look again."""
+        if self._waiters and (self._open() or not self._coming()):
+            self._wake()
+
+    def _wake(self) -> None:
+        # A few a turn, the oldest first: each goes on to submit a request, and the loop has others to serve.
+        for waiter in list(itertools.islice(self._waiters, _AT_ONCE)):
+            del self._waiters[waiter]
             if not waiter.done():
                 waiter.set_result(None)
+        if self._waiters:
+            asyncio.get_running_loop().call_soon(self.changed)
+
+    def _open(self) -> list[Replica]:
+        return [r for r in self._replicas if r.gate.commit is not None]
+
+    def _coming(self) -> bool:
+        return self._refitting() or any(r.phase in _COMING for r in self._replicas)
 
     async def admit(self, session_id: str | None) -> Replica:
         """Return an open replica, waiting while one is on its way. Take its lease before the next await.
@@ -51,22 +65,21 @@ class Router:
         while True:
             if (replica := self._pick(session_id)) is not None:
                 return replica
-            if not any(r.phase in _COMING for r in self._replicas) and not self._refitting():
+            if not self._coming():
                 raise NotServing("no replica serves: " + "; ".join(self._why(r) for r in self._replicas))
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
+            self._waiters[waiter] = None
             try:
                 await waiter
             finally:
-                with contextlib.suppress(ValueError):
-                    self._waiters.remove(waiter)
+                self._waiters.pop(waiter, None)
 
     @staticmethod
     def _why(replica: Replica) -> str:
         return f"{replica.name} is {replica.phase.value}: {_MISSING.get(replica.phase, 'it is on its way')}"
 
     def _pick(self, session_id: str | None) -> Replica | None:
-        ready = [r for r in self._replicas if r.gate.commit is not None]
+        ready = self._open()
         if not ready:
             return None
         if session_id is None:
