@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pitstop.engine.errors import IllegalEvent, PitstopError
+from pitstop.engine.errors import EngineClosed, IllegalEvent, PitstopError
 from pitstop.engine.ledger import Place
 from pitstop.engine.ports import Leg, Observer, Scalar, Work
 from pitstop.engine.request import Life, Piece, Request, RequestLife, SamplingParams, Span
@@ -73,7 +73,10 @@ class Flight:
         )
 
     def boarded(self, berth: Berth, leg: Leg, place: Place) -> None:
-        """An engine has accepted the request."""
+        """An engine has accepted the request; it gets it back if the consumer has left meanwhile."""
+        if self.life.life is Life.ENDED:
+            leg.abort()
+            raise EngineClosed(f"request {self.request_id} was closed while it was being admitted")
         self.life.accepted(place.weight_version, place.number)
         self.leg, self.berth = leg, berth
         berth.flights[self.request_id] = self

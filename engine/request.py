@@ -89,7 +89,7 @@ class Span(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every step of every stream, and freezing costs half of it
 class Piece:
     """What a leg yields: tokens since the last piece, all by one leg, perhaps by several versions.
 
@@ -104,7 +104,7 @@ class Piece:
     cached_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """Tokens `[start, start + len(token_ids))` of a stream, all made by `weight_version`."""
 
@@ -168,6 +168,9 @@ class VersionTrack:
         """Return the spans of tokens `[start, end)`; one empty span where `start == end`."""
         if not self._marks:
             return []
+        begun, latest, _ = self._marks[-1]
+        if begun <= start:
+            return [Span(latest, start, end)]
         spans = []
         for (begin, version, _), stop in zip(self._marks, [at for at, *_ in self._marks[1:]] + [end], strict=True):
             low, high = max(start, begin), min(end, max(stop, begin))

@@ -21,6 +21,11 @@ Decode = Callable[[Sequence[int]], str]
 
 def chunks(piece: Piece, spans: Sequence[Span]) -> list[Chunk]:
     """Split a piece where weight versions meet. Text cannot be split: it goes with the last chunk."""
+    if len(spans) == 1:
+        span = spans[0]
+        return [
+            Chunk(piece.token_ids, piece.logprobs, piece.text, span.start, span.weight_version, piece.finish_reason)
+        ]
     out = []
     start = spans[0].start if spans else 0
     for n, span in enumerate(spans):
@@ -79,6 +84,8 @@ class Stream:
                 self._flight.failure = None
                 self._flight.abandon()
                 raise
+            if self._over:
+                raise StopAsyncIteration  # closed by another task while this one waited
             if piece.token_ids or piece.finish_reason:
                 self._ready.extend(chunks(piece, self._flight.take(piece)))
             if piece.finish_reason:

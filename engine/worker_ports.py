@@ -176,7 +176,7 @@ class Bucket:
     tensors: Sequence[tuple[TensorSpec, Tensor]]
 
 
-WorkerVerb = Literal["describe", "receive", "apply", "finalize", "undo", "release"]
+WorkerVerb = Literal["describe", "receive", "apply", "finalize", "undo", "release", "fingerprint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,8 @@ class WorkerOp:
 
     `receive` starts a receiver thread for the rank's ticket and returns at once. `apply` puts what landed for
     `refit_id` into the live parameters, `finalize` does the post-load work, `undo` makes a model that an
-    `apply` left half done runnable (never clean), `release` drops what landed.
+    `apply` left half done runnable (never clean), `release` drops what landed. `fingerprint` returns a number for
+    each tensor of the live model.
     """
 
     verb: WorkerVerb
@@ -202,6 +203,7 @@ class WorkerReply:
     seconds: float = 0.0
     layout: WorkerLayout | None = None
     error: ErrorRecord | None = None
+    fingerprint: dict[str, str] | None = None
 
 
 class WeightSink(Protocol):

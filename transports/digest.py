@@ -21,6 +21,7 @@ setting its lowest bit. With all arithmetic modulo 2**64:
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
@@ -44,6 +45,7 @@ NARROW: Final = 32  #: round float32 to bfloat16 (to nearest, ties to even) on t
 _LOADING_S: Final = 0.1
 _LOG: Final = logging.getLogger(__name__)
 _preparing: Final = threading.Lock()
+_loading: Final = threading.Lock()
 _kernels: Final[list[Future[Any]]] = []
 
 
@@ -96,11 +98,32 @@ def prepare() -> Future[Any]:
 
 
 def _prepare(future: Future[Any]) -> None:
-    try:
-        future.set_result(_kernel())
-    except BaseException as error:
-        future.set_exception(error)
-        raise
+    with _loading:
+        try:
+            future.set_result(_kernel())
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+
+
+def _before_fork() -> None:
+    # A child has no thread that would finish the loading, and would find numba's compiler locked for ever.
+    _preparing.acquire()
+    _loading.acquire()
+
+
+def _after_fork() -> None:
+    _loading.release()
+    _preparing.release()
+
+
+def _in_child() -> None:
+    _after_fork()
+    if _kernels and not _kernels[0].done():
+        _kernels.clear()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
 
 
 def _kernel() -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from pitstop.engine.errors import ErrorRecord, LocalError, PitstopError, ProtocolViolation, WorkerFailed
+from pitstop.engine.vllm_backend.fingerprint import fingerprint
 from pitstop.engine.vllm_backend.reload import Reload
 from pitstop.engine.vllm_backend.sink import LayerwiseSink
 from pitstop.engine.vllm_backend.watch import start_watch
@@ -138,6 +139,10 @@ class WorkerSide:
         """Make a half-applied model runnable again."""
         self._landing(op).sink.undo()
         return reply
+
+    def fingerprint(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
+        """Say what the live model holds."""
+        return replace(reply, fingerprint=fingerprint(self._worker.get_model()))
 
     def release(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Drop what landed. Idempotent."""

@@ -20,6 +20,7 @@ from pitstop.engine.lifecycle import Phase
 from pitstop.engine.refit import Deadlines, Outcome, RefitOptions
 from pitstop.engine.request import SamplingParams
 from pitstop.engine.simulated import TORN, Delays, SimulatedBackend
+from pitstop.engine.stream import Stream
 from pitstop.engine.worker_ports import TensorSpec
 from tests.engine.sim import SimFleet, expected, fleet
 
@@ -360,3 +361,20 @@ async def test_recover_says_what_to_do_when_the_version_is_gone() -> None:
         with pytest.raises(NotServing, match="publish it again"):
             await engine.recover()
         assert engine.phase() is Phase.IDLE
+
+
+async def test_a_stream_closed_by_another_task_ends_and_leaves_nothing_in_the_engine() -> None:
+    for delay in (0.0, 0.005, 0.03):
+        async with fleet(delays=Delays(step=0.001, call=0.01)) as engine:
+            stream = engine.stream([1], LONG)
+
+            async def read(stream: Stream = stream) -> int:
+                return sum([len(chunk.token_ids) async for chunk in stream])
+
+            reading = asyncio.create_task(read())
+            await asyncio.sleep(delay)
+            await stream.aclose()
+            assert await asyncio.wait_for(reading, 5) < 400
+            await asyncio.sleep(0.02)
+            assert not engine.sims[0].legs
+            assert not engine.replicas[0].flights

@@ -27,7 +27,7 @@ SHAPES = {
              "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
 }  # fmt: skip
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
-LONG = SamplingParams(max_tokens=512, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
 
 
 def checkpoint(folder: Path, shape: str, seed: int) -> Path:
@@ -94,6 +94,8 @@ async def run(shape: str) -> dict[str, Any]:
         t0, t1 = checkpoint(Path(folder), shape, 0), checkpoint(Path(folder), shape, 1)
         async with launch(t1) as fresh:
             wanted = await greedy(fresh)
+            out["fresh_repeats_itself"] = same(await greedy(fresh), wanted)
+            truth = (await fresh.fingerprints())["replica-0"]
         began = time.perf_counter()
         async with launch(t0) as engine:
             out["start_s"] = round(time.perf_counter() - began, 1)
@@ -104,11 +106,18 @@ async def run(shape: str) -> dict[str, Any]:
             assert out["async_scheduling"]
             assert "NONE" not in out["cudagraph_mode"]
             before = await greedy(engine)
+            first = (await engine.fingerprints())["replica-0"]
+            assert first != truth
             report = await engine.refit(t1, weight_version=1)
             out["path_refit"] = _phases(report)
             out["equals_fresh"] = same(await greedy(engine), wanted)
+            live = (await engine.fingerprints())["replica-0"]
+            out["tensors"] = len(live)
+            out["differ_from_fresh"] = [name for name in truth if live.get(name) != truth[name]]
             await engine.refit(t0, weight_version=2)
             out["back_equals_before"] = same(await greedy(engine), before)
+            back = (await engine.fingerprints())["replica-0"]
+            out["differ_from_before"] = [name for name in first if back.get(name) != first[name]]
             version = 2
             for policy in ("keep", "recompute", "wait", "abort"):
                 version += 1
