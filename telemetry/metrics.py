@@ -59,9 +59,12 @@ class Instruments:
             make(metric.name, [self._observing(sums)], metric.unit, metric.about)
 
     def mute(self) -> None:
-        """Record nothing more: after a fork, what was added up belongs to the parent."""
+        """Record losses only: after a fork, what was added up belongs to the parent."""
         self._muted = True
+        self._lost = 0
         self._pending.clear()
+        self._sums[names.DROPPED].clear()
+        self._folding = threading.Lock()  # some thread of the parent's may have held it
 
     def transition(self, change: Transition) -> None:
         """Count it, and time the phase that was left."""
@@ -133,9 +136,16 @@ class Instruments:
         known = {names.DETAILS.get(key, key): item for key, item in (detail or {}).items()}
         self._put(name, value, tuple((label, known[label]) for label in metric.attributes if label in known))
 
-    def dropped(self, signal: str, reason: str) -> None:
+    def dropped(self, signal: str, reason: str, count: int = 1) -> None:
         """Count what telemetry lost."""
-        self._put(names.DROPPED, 1, ((names.SIGNAL, signal), (names.REASON, reason)))
+        self._put(names.DROPPED, count, ((names.SIGNAL, signal), (names.REASON, reason)))
+
+    def losses(self) -> dict[tuple[str, str], int]:
+        """Return what telemetry lost so far, by signal and reason, of what has been folded."""
+        return {
+            (str(signal), str(reason)): int(count)
+            for ((_, signal), (_, reason)), count in sorted(self._sums[names.DROPPED].items())
+        }
 
     def fold(self) -> bool:
         """Add up what is pending; return whether there was any. One thread at a time: others return at once."""
@@ -205,7 +215,7 @@ class Instruments:
         return () if name is None else ((names.TRANSPORT, name),)
 
     def _put(self, name: str, value: float, labels: Labels) -> None:
-        if self._muted:
+        if self._muted and name != names.DROPPED:
             return
         if len(self._pending) >= _MOST_PENDING:
             self._lost += 1

@@ -182,6 +182,17 @@ SPANS: Final[Mapping[str, SpanName]] = MappingProxyType({
 })  # fmt: skip
 
 DROPPED: Final = "rl.telemetry.dropped"
+"""What telemetry lost, by `rl.telemetry.signal` (span, metric, attribute, observer) and `rl.telemetry.reason`.
+
+On the way in: `unknown_detail`, `unknown_name`, `not_a_number` (nothing declared of that name), `unknown_key`,
+`duplicate_key` (closed unopened, opened twice), `too_many_open`, `too_many_pending`, `queue_full` (a bound was met),
+`raised` (an observer's fault), `closed` (after the end). At the journal: `exporter_failed`, `outbox_failed`.
+
+At the collector: `unreachable` (refused, reset, no such host), `timeout`, `http_<status>`, `unreadable_answer` (not
+HTTP, or not OTLP), `rejected` (it took the rest), `exporter_failed`. What it may yet take waits and counts only when it
+is given up: as `queue_full`, or at the end for whatever kept it from arriving. A metric lost there is one set of all
+numbers.
+"""
 REFIT_DURATION: Final = "rl.refit.duration"
 PHASE_DURATION: Final = "rl.refit.phase.duration"
 BUBBLE: Final = "rl.suspend.bubble"

@@ -1,4 +1,4 @@
-"""Carries finished spans and numbers to the journals of this process, from a thread of its own.
+"""Carries finished spans and numbers to the journals of this process and its courier, from a thread of its own.
 
 The engine's threads only append. The SDK's batch processor is not used, for three reasons: what its full queue loses
 is not counted, its locks may be held by the very thread that a signal interrupts, and a lock that some thread held at
@@ -15,7 +15,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -59,7 +59,8 @@ class Lines:
 class Outbox(SpanProcessor):
     """Queue, thread and file of one process.
 
-    `chores` run in the thread every half second and at a flush; `last_words` run once, at the flush that ends it all.
+    All that it is given runs in the thread: `chores` every half second and at a flush, `pass_on` with each batch,
+    `last_words` once, at the flush that ends it all, and `epilogue` when everything else is done.
     """
 
     def __init__(
@@ -68,10 +69,14 @@ class Outbox(SpanProcessor):
         dropped: Drop,
         chores: Callable[[bool], None] = lambda flushing: None,
         last_words: Callable[[], None] = lambda: None,
+        pass_on: Callable[[Sequence[ReadableSpan]], None] | None = None,
+        epilogue: Callable[[], None] = lambda: None,
     ) -> None:
         self._dropped = dropped
         self._chores = chores
         self._last_words = last_words
+        self._pass_on = pass_on
+        self._epilogue = epilogue
         self._file: Lines | None = None
         self._begin(path)
         if path is not None:
@@ -155,6 +160,8 @@ class Outbox(SpanProcessor):
                 self._guarded(self._write)
                 self._ended = True
             self._guarded(partial(self._chores, asked > self._done))
+            if ending:
+                self._guarded(self._epilogue)
             self._done = max(self._done, asked)
         if self._file is not None:
             self._file.close()
@@ -167,8 +174,12 @@ class Outbox(SpanProcessor):
             self._dropped("span", "outbox_failed")
 
     def _write(self) -> None:
-        while self._queue and self._path is not None:
+        while self._queue and (self._path is not None or self._pass_on is not None):
             batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
+            if self._pass_on is not None:
+                self._pass_on(batch)
+            if self._path is None:
+                continue
             lines = io.StringIO()
             try:
                 FileSpanExporter(stream=lines).export(batch)

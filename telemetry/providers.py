@@ -73,14 +73,19 @@ class Relay(SpanProcessor):
 
 
 class NumbersExporter(MetricExporter):
-    """Appends what is collected to a journal."""
+    """Appends what is collected to a journal and passes it on."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None, pass_on: Callable[[MetricsData], None] | None = None) -> None:
         super().__init__()
-        self._file = Lines(path)
+        self._file = None if path is None else Lines(path)
+        self._pass_on = pass_on
 
     def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> MetricExportResult:
         """Append one line."""
+        if self._pass_on is not None:
+            self._pass_on(metrics_data)
+        if self._file is None:
+            return MetricExportResult.SUCCESS
         lines = io.StringIO()
         result = FileMetricExporter(stream=lines).export(metrics_data)
         self._file.write(lines.getvalue())
@@ -92,7 +97,8 @@ class NumbersExporter(MetricExporter):
 
     def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:
         """Close the journal."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 RELAY = Relay()
@@ -136,14 +142,16 @@ def share(described: Resource, processor: SpanProcessor) -> None:
         trace.set_tracer_provider(_shared[0])
 
 
-def meter(described: Resource, path: Path | None) -> tuple[Meter, Callable[[], None]]:
-    """Return a meter, and what writes its numbers to `path`. The program's own provider comes first."""
+def meter(
+    described: Resource, path: Path | None, pass_on: Callable[[MetricsData], None] | None = None
+) -> tuple[Meter, Callable[[], None]]:
+    """Return a meter, and what brings its numbers to `path` and `pass_on`. The program's own provider comes first."""
     provider = metrics.get_meter_provider()
     if isinstance(provider, MeterProvider):
         return provider.get_meter(names.SCOPE), lambda: None
-    if path is None:
+    if path is None and pass_on is None:
         return metrics.NoOpMeterProvider().get_meter(names.SCOPE), lambda: None
     # Without an interval the reader has no thread of its own.
-    reader = PeriodicExportingMetricReader(NumbersExporter(path), math.inf)
+    reader = PeriodicExportingMetricReader(NumbersExporter(path, pass_on), math.inf)
     own = MeterProvider([reader], described, shutdown_on_exit=False)
     return own.get_meter(names.SCOPE), reader.collect

@@ -10,10 +10,13 @@ other one, and only under ours do vLLM's `llm_request` spans land in the journal
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import secrets
 import signal
 import threading
+import time
+from collections.abc import Callable
 from multiprocessing import util
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -22,14 +25,18 @@ from typing import Final, Literal, Self
 from pitstop.engine.errors import LocalError, UnsupportedPolicy
 from pitstop.engine.ports import Observer, install_observer
 from pitstop.telemetry import names
+from pitstop.telemetry.collector import Courier, Post
+from pitstop.telemetry.endpoint import connector, trouble, whereabouts
 from pitstop.telemetry.metrics import Instruments
 from pitstop.telemetry.observer import SpanObserver
 from pitstop.telemetry.tee import Tee
 
+log = logging.getLogger("pitstop.telemetry")
+
 Role = Literal["trainer", "fleet", "replica"]
 ROLES: Final[tuple[Role, ...]] = ("trainer", "fleet", "replica")
 LIMIT: Final = 2.0
-"""Seconds that a process's end may wait for its journals."""
+"""Seconds that a process's end may wait for its journals, and as many again for a collector."""
 
 _METRICS_EVERY: Final = 10  # periods of the outbox
 _TERM: Final = signal.SIGTERM
@@ -53,32 +60,52 @@ def configure(
     """Turn telemetry on until the returned context manager is left, or the process ends.
 
     Spans go to `<run_dir>/<role>-<instance>.jsonl` within half a second, numbers to `<role>-<instance>.metrics.jsonl`
-    every five. Without `run_dir` nothing is written; what `Telemetry.add` adds still sees everything. A provider that
-    the program has set is used instead of ours, with its own sampler and exporters; a `run_dir` then adds our file to
-    it. Level 1 has spans of refits and replicas, level 2 those of requests as well: of `sample` of them, of those in a
-    trace that is sampled, and of all that were held by a refit or failed.
+    every five. Without `run_dir` no journal is written, without `endpoint` nothing is sent; what `Telemetry.add` adds
+    sees everything in any case. A provider that the program has set is used instead of ours, with its own sampler and
+    exporters; `run_dir` and `endpoint` then add our ways out to it, for spans. Numbers go to its MeterProvider alone.
 
     The journals are complete after a normal exit, after SIGTERM, and in children made by fork (spans only) or, once
     they have called this themselves, by spawn; a SIGKILL costs the last half second. For SIGTERM a handler is set if
     the signal has its default effect and this is the main thread; the process still dies by the signal.
 
+    A collector gets what it takes. One that is dead, slow or wrong costs its own spans and numbers and nothing else:
+    a thread of its own asks it, less and less often up to every 30 s, and 8,192 spans wait for it. The end waits two
+    seconds for it at most. What is lost is counted in the metric `rl.telemetry.dropped`, by signal and by a reason of
+    `names.DROPPED`, and reported by one warning in the log `pitstop.telemetry` when telemetry is turned off.
+
+    Args:
+        run_dir: the folder of the journals.
+        role: what this process is, as resource attribute and in the journals' names.
+        run_id: names the run; by default the folder's name, without one a random one.
+        level: 1 has the spans of refits and replicas, all of them; 2 those of some requests as well.
+        sample: from 0 to 1: how many of the requests that belong to no trace have a span at level 2. One that belongs
+            to a trace has it if the trace is sampled, and one that a refit held or that failed has it in any case.
+        endpoint: base URL of a collector that speaks OTLP/HTTP (protobuf), such as `http://localhost:4318`; the paths
+            `/v1/traces` and `/v1/metrics` are added. "env" takes it from OTEL_EXPORTER_OTLP_ENDPOINT, or from
+            OTEL_EXPORTER_OTLP_TRACES_ENDPOINT and OTEL_EXPORTER_OTLP_METRICS_ENDPOINT. In either case OpenTelemetry's
+            other variables hold: OTEL_EXPORTER_OTLP_HEADERS, _TIMEOUT, _COMPRESSION, _CERTIFICATE.
+
     Raises:
         AlreadyConfigured: it is on.
         UnsupportedPolicy: an option has no such value.
+        ExporterMissing: there is an endpoint, but not the extra `otlp`.
     """
     for wrong, text in (
         (role not in ROLES, f"role {role!r} is not one of {', '.join(ROLES)}"),
         (level not in (1, 2), f"level {level} is neither 1 nor 2"),
         (not 0 <= sample <= 1, f"sample {sample} is not from 0 to 1"),
-        (endpoint is not None, "endpoint: only files so far; set a TracerProvider of your own with an OTLP exporter"),
     ):
         if wrong:
             raise UnsupportedPolicy(text)
+    if endpoint is not None and (fault := trouble(endpoint)):
+        raise UnsupportedPolicy(fault)
     if _active and _active[0].inherited:
         _active[0].close()
     if _active:
         raise AlreadyConfigured("telemetry is on in this process; leave the first `configure` before the second")
-    return Telemetry(Path(run_dir) if run_dir is not None else None, role, run_id, level, sample)
+    connect = None if endpoint is None else connector(endpoint)
+    where = None if endpoint is None else whereabouts(endpoint)
+    return Telemetry(Path(run_dir) if run_dir is not None else None, role, run_id, level, sample, connect, where)
 
 
 class Telemetry:
@@ -89,26 +116,37 @@ class Telemetry:
         run_id: names the run, by default after its folder.
     """
 
-    def __init__(self, run_dir: Path | None, role: Role, run_id: str | None, level: int, sample: float) -> None:
+    def __init__(
+        self,
+        run_dir: Path | None,
+        role: Role,
+        run_id: str | None,
+        level: int,
+        sample: float,
+        connect: Callable[[], Post] | None = None,
+        where: str | None = None,
+    ) -> None:
         from pitstop.telemetry import providers
         from pitstop.telemetry.outbox import Outbox
 
-        self._run_dir, self._role = run_dir, role
+        self._run_dir, self._role, self._where = run_dir, role, where
         self.run_id = run_id or (run_dir.resolve().name if run_dir is not None else secrets.token_hex(4))
         self.instance = _instance()
-        self._periods, self._unwritten, self._closed = 0, False, False
+        self._periods, self._unwritten, self._closed, self._reported = 0, False, False, False
         described = providers.resource(role, self.instance, self.run_id)
-        meter, self._collect = providers.meter(described, self._journal(".metrics.jsonl"))
+        self._courier = courier = None if connect is None else Courier(connect, self._lost)
+        numbers, spans = (None, None) if courier is None else (courier.numbers, courier.spans)
+        meter, self._collect = providers.meter(described, self._journal(".metrics.jsonl"), numbers)
         self._instruments = Instruments(meter)
         dropped = self._instruments.dropped
-        self._outbox = Outbox(self.journal, dropped, self._chores, self._last_words)
+        self._outbox = Outbox(self.journal, dropped, self._chores, self._last_words, spans, self._epilogue)
         self._tee = Tee(self._instruments, dropped=dropped)
         self._spans: SpanObserver | None = None
         provider = self._foreign = providers.foreign()
-        if provider is None and run_dir is not None:
+        if provider is None and (run_dir is not None or courier is not None):
             provider = providers.make(described, self._outbox)
             providers.share(described, self._outbox)
-        elif provider is not None and run_dir is not None:
+        elif provider is not None and (run_dir is not None or courier is not None):
             providers.attach(provider, self._outbox)
         if provider is not None:
             tracer = provider.get_tracer(names.SCOPE)
@@ -135,11 +173,16 @@ class Telemetry:
         self._tee.observers = (*self._tee.observers, observer)
 
     def flush(self, timeout: float = LIMIT) -> bool:
-        """Write what there is; False if that took longer than `timeout` seconds."""
-        return self._outbox.flush(timeout)
+        """Write what there is, and send it; False if it is not all written, or not taken, in `timeout` seconds."""
+        limit = time.monotonic() + timeout
+        written = self._outbox.flush(timeout)
+        return written and (self._courier is None or self._courier.flush(max(0.0, limit - time.monotonic())))
 
     def close(self) -> None:
-        """Turn it off. Spans that are open are written as cut short. Waits two seconds at most. Idempotent."""
+        """Turn it off. Spans that are open are written as cut short. Idempotent.
+
+        Waits two seconds at most, four with an endpoint. Logs what was lost.
+        """
         if self._closed:
             return
         from pitstop.telemetry import providers
@@ -147,7 +190,9 @@ class Telemetry:
         self._closed = True
         install_observer(None)
         self._tee.observers = ()
-        self._outbox.flush(LIMIT, ending=True)
+        if not self._outbox.flush(self._limit, ending=True):
+            self._instruments.fold()
+            self._report()
         providers.RELAY.target = None
         _active.clear()
         atexit.unregister(self.close)
@@ -180,9 +225,29 @@ class Telemetry:
         if self._spans is not None:
             self._spans.cut()
 
+    def _epilogue(self) -> None:
+        if self._courier is not None:
+            self._courier.finish(LIMIT)
+        self._instruments.fold()
+        self._report()
+
+    def _report(self) -> None:
+        losses = self._instruments.losses()
+        if losses and not self._reported:
+            self._reported = True
+            told = ", ".join(f"{count} {signal} ({reason})" for (signal, reason), count in losses.items())
+            log.warning("telemetry lost %s%s", told, "" if self._where is None else f"; collector: {self._where}")
+
+    def _lost(self, signal: str, reason: str, count: int) -> None:
+        self._instruments.dropped(signal, reason, count)
+
+    @property
+    def _limit(self) -> float:
+        return LIMIT if self._courier is None else 2 * LIMIT
+
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         """Write everything, then die by the signal as if nobody had looked. Takes no lock, waits a bounded time."""
-        self._outbox.flush(LIMIT, ending=True)
+        self._outbox.flush(self._limit, ending=True)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -193,6 +258,8 @@ class Telemetry:
         self.inherited = True
         self.instance = _instance()
         self._instruments.mute()
+        if self._courier is not None:
+            self._courier.forked()
         self._outbox.forked(self.journal)
         self._tee.observers = ()
         if self._spans is not None:
