@@ -194,6 +194,28 @@ async def test_a_shared_prefix_is_not_read_from_the_cache_of_the_old_weights(
             await holding.aclose()
 
 
+async def test_a_version_that_comes_again_after_a_rebase_reads_nothing_from_the_cache_of_the_first(
+    launch: Launch, checkpoint: Checkpoint
+) -> None:
+    prefix = [(7 * n) % 250 for n in range(100)]
+    async with launch("llama", 0) as engine:
+        wanted = await engine.generate([*prefix, 3], GREEDY)
+        await engine.refit(checkpoint("llama", 1), weight_version=1)
+        holding = engine.stream(prefix, LONG)
+        await anext(holding)
+        old = await engine.generate([*prefix, 2], GREEDY)
+        assert old.cached_tokens == 96
+        with pytest.raises(errors.StaleVersion, match="rebase=True"):
+            await engine.refit(checkpoint("llama", 0), weight_version=1)
+        # Under `keep` the engine refuses to reset its cache: the salt alone keeps the two versions 1 apart.
+        await engine.refit(checkpoint("llama", 0), weight_version=1, policy="keep", rebase=True)
+        after = await engine.generate([*prefix, 3], GREEDY)
+        assert after.cached_tokens == 0
+        assert list(after.token_ids) == list(wanted.token_ids)
+        assert (engine.staleness(old), engine.staleness(after)) == (1, 0)
+        await holding.aclose()
+
+
 async def test_a_request_that_waits_in_the_engine_at_the_swap_runs_whole_under_the_new_weights(
     launch: Launch, checkpoint: Checkpoint
 ) -> None:
