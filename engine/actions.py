@@ -116,6 +116,7 @@ class Actions:
         if commit is None:
             raise RemoteError(f"{replica.name} has committed nothing")
         replica.gate.open(commit)
+        replica.changed()
         if job is not None:
             try:
                 if job.committed and job.live and job.last_output:

@@ -20,11 +20,13 @@ from pitstop.engine.replica import Replica
 from pitstop.engine.run import RefitRun
 from pitstop.engine.worker_ports import Inventory
 
+Make = Callable[[], Coroutine[Any, Any, Sending]]
+
 
 @dataclass(slots=True)
 class _Asked:
     handle: RefitHandle
-    make: Callable[[], Coroutine[Any, Any, Sending]]
+    make: Make
     options: RefitOptions
 
 
@@ -59,7 +61,7 @@ class Coordinator:
         waiting = self._pending is not None or self._judged is not None or not self._inbox.empty()
         return waiting or self._running is not None
 
-    def offer(self, handle: RefitHandle, make: Callable[[], Coroutine[Any, Any, Sending]], options: RefitOptions) -> None:
+    def offer(self, handle: RefitHandle, make: Make, options: RefitOptions) -> None:
         """Take an offer; `make` gives its far end, and may read files in a thread it does not wait for."""
         if self._closed:
             self._refuse(handle, EngineClosed("the engine was closed"))
@@ -81,20 +83,22 @@ class Coordinator:
                 if not self.busy:
                     self._idle()
         finally:
-            self._closed = True
-            closed = EngineClosed("the engine was closed before the refit had ended")
+            self.close()
             left = [] if self._judged is None else [self._judged.handle]
             while not self._inbox.empty():
                 left.append(self._inbox.get_nowait().handle)
-            if self._pending is not None:
-                left.append(self._pending.handle)
+            left += [run.handle for run in (self._pending, self._running and self._running[0]) if run]
             if self._running is not None:
-                self._running[1].cancel()
-                await asyncio.wait({self._running[1]}, timeout=10)
-                left.append(self._running[0].handle)
+                task = self._running[1]
+                task.cancel()
+                await asyncio.wait({task}, timeout=10)
             for handle in left:
                 if not handle.done():
-                    self._refuse(handle, closed)
+                    self._refuse(handle, EngineClosed("the engine was closed before the refit had ended"))
+
+    def close(self) -> None:
+        """Begin nothing any more. Idempotent."""
+        self._closed = True
 
     async def _judge(self, asked: _Asked) -> None:
         sending: Sending | None = None

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 import logging
-import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import anyio
 import anyio.to_thread
 
-from pitstop.engine.coordinator import Coordinator
-from pitstop.engine.errors import EngineClosed, InvalidRequest, NotServing, PitstopError, UnsupportedPolicy, from_record
+from pitstop.engine.coordinator import Coordinator, Make
+from pitstop.engine.errors import (
+    EngineClosed,
+    InvalidRequest,
+    NotServing,
+    PitstopError,
+    RemoteError,
+    UnsupportedPolicy,
+    from_record,
+)
 from pitstop.engine.flight import Flight
 from pitstop.engine.handle import RefitHandle
+from pitstop.engine.intake import Intake
 from pitstop.engine.job import bounded
-from pitstop.engine.ledger import Ledger
+from pitstop.engine.ledger import Ledger, Place
 from pitstop.engine.lifecycle import Phase
-from pitstop.engine.ports import Backend, Booted, Observer, Renderer, Scalar, Sending, Transport
-from pitstop.engine.prompts import Rendered, render
+from pitstop.engine.ports import Backend, Booted, Guarded, Observer, Renderer, Scalar, Sending, Transport
 from pitstop.engine.refit import Deadlines, Policy, RefitOptions, RefitReport
 from pitstop.engine.replica import SETTLED, Replica
-from pitstop.engine.request import Completion, Prompt, RequestLife, SamplingParams
+from pitstop.engine.request import Completion, Prompt, SamplingParams
 from pitstop.engine.router import Router
 from pitstop.engine.stream import Completions, Stream
 from pitstop.engine.worker_ports import WorkerOp
@@ -53,22 +60,21 @@ class Fleet:
         labels: Mapping[str, Scalar] | None = None,
     ) -> None:
         self._ledger = Ledger()
-        self._observer = observer
+        self._observer = observer = observer if isinstance(observer, Guarded) else Guarded(observer)
         self.replicas: tuple[Replica, ...] = tuple(
             Replica(f"replica-{n}", backend, self._ledger, observer, self._changed)
             for n, backend in enumerate(backends)
         )
-        self._coordinator = Coordinator(self.replicas, self._ledger, transport, observer)
+        self._coordinator = Coordinator(self.replicas, self._ledger, transport, observer, self._idle)
         self._router = Router(self.replicas, lambda: self._coordinator.busy)
         self._services = services
         self._transport = transport
-        self._renderer = renderer
         self._context = context
-        self._labels = {"operation": "text_completion", **(labels or {})}
-        self._prefix = uuid.uuid4().hex[:8]
-        self._numbers = itertools.count()
+        newest = self._newest
+        self._intake = Intake(renderer, self._admit, observer, context, labels or {}, newest)
         self._supervisor: asyncio.Task[None] | None = None
         self._stop: asyncio.Event | None = None
+        self._failure: PitstopError | None = None
         self._open = False
 
     @property
@@ -86,27 +92,33 @@ class Fleet:
         ready = asyncio.create_task(self._ready())
         try:
             await asyncio.wait({ready, self._supervisor}, return_when=asyncio.FIRST_COMPLETED)
-            if self._supervisor.done():
-                ready.cancel()
-                try:
-                    self._supervisor.result()
-                except BaseExceptionGroup as group:
-                    raise _sole(group) from None
-            await ready
+            await (self._closed_early() if self._stop.is_set() else ready)
         except BaseException:
             ready.cancel()
-            await self.aclose()
+            with contextlib.suppress(PitstopError):
+                await self.aclose()
             raise
         self._open = True
         return self
 
+    async def _closed_early(self) -> None:
+        raise self._failure or EngineClosed("the engine was closed while it started")
+
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.aclose()
+        try:
+            await self.aclose()
+        except PitstopError:
+            if error is None:
+                raise
 
     async def aclose(self) -> None:
-        """End every request with an error, every replica and every process. Idempotent, bounded."""
+        """End every request with an error, every replica and every process. Idempotent, bounded.
+
+        Raises:
+            PitstopError: what had ended the engine before, if it was not this.
+        """
         self._open = False
         if self._supervisor is None or self._stop is None:
             return
@@ -117,35 +129,56 @@ class Fleet:
         except asyncio.CancelledError:
             await closing
             raise
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     async def _supervise(self, stop: asyncio.Event) -> None:
         async with anyio.create_task_group() as group:
-            for service in self._services:
-                group.start_soon(service)
-            group.start_soon(self._coordinator.run)
+            for service in (*self._services, self._coordinator.run):
+                group.start_soon(self._served, service, stop)
             async with anyio.create_task_group() as lives:
                 for replica in self.replicas:
-                    lives.start_soon(replica.run)
+                    lives.start_soon(self._served, replica.run, stop)
                 try:
                     await stop.wait()
                 finally:
+                    self._open = False
+                    self._coordinator.close()
                     for replica in self.replicas:
                         replica.stop()
             group.cancel_scope.cancel()
 
+    async def _served(self, service: Service, stop: asyncio.Event) -> None:
+        """Run a part of the engine; without it the engine cannot go on, so its failure closes everything in order."""
+        try:
+            await service()
+        except Exception as failure:
+            known = isinstance(failure, PitstopError)
+            log.log(logging.ERROR, "the engine ends: %r", failure, exc_info=None if known else failure)
+            error = failure if isinstance(failure, PitstopError) else RemoteError(f"the engine failed: {failure!r}")
+            self._failure = self._failure or error
+            stop.set()
+
     async def _ready(self) -> None:
         for replica in self.replicas:
             await replica.reached(SETTLED)
-            if replica.phase is Phase.DEAD:
+            if replica.phase in (Phase.DEAD, Phase.STOPPED):
                 raise replica.error or NotServing(f"{replica.name} did not boot")
-        if self._renderer is not None:
+        if self._intake.renderer is not None:
             try:
                 # Not on the loop, not at the first text prompt, and not while an engine's start imports the same
                 # libraries in another thread: their modules import each other and do not stand that.
-                await anyio.to_thread.run_sync(self._renderer.decode, ())
+                await anyio.to_thread.run_sync(self._intake.renderer.decode, ())
             except PitstopError as error:
                 log.warning("prompts must be token ids: %s", error)
-                self._renderer = None
+                self._intake.renderer = None
+
+    def _newest(self) -> Place | None:
+        return self._ledger.newest
+
+    def _idle(self) -> None:
+        self._router.changed()
 
     def _changed(self) -> None:
         self._router.changed()
@@ -221,11 +254,10 @@ class Fleet:
         return newest.number - completion.place if newest is not None and completion.place is not None else 0
 
     def abort(self, request_id: str | None = None) -> int:
-        """End one request, or all, with what they have; return how many that were."""
-        chosen = [f for r in self.replicas for f in list(r.flights.values()) if request_id in (None, f.request_id)]
+        """End one request, or all, with what they have, in an engine or waiting; return how many that were."""
+        chosen = [f for f in list(self._intake.flights.values()) if request_id in (None, f.request_id)]
         for flight in chosen:
-            if flight.leg is not None:
-                flight.leg.abort()
+            flight.cut()
         return len(chosen)
 
     def _flight(
@@ -239,24 +271,7 @@ class Fleet:
         deltas: bool,
     ) -> Flight:
         self._must_be_open()
-        params = params or SamplingParams()
-        booted = self._booted()
-        rendered: Rendered = render(prompt, params, self._renderer, booted.max_model_len, booted.vocab_size)
-        return Flight(
-            life=RequestLife(f"{self._prefix}-{next(self._numbers)}"),
-            prompt_token_ids=rendered.token_ids,
-            params=params,
-            max_tokens=rendered.max_tokens,
-            admit=self._admit,
-            observer=self._observer,
-            deltas=deltas,
-            text=bool(params.stop) or (deltas and self._renderer is not None),
-            priority=priority,
-            session_id=session_id,
-            trace_headers=trace_headers if trace_headers is not None else self._context(),
-            labels=self._labels,
-            newest=lambda: self._ledger.newest,
-        )
+        return self._intake.flight(prompt, params, session_id, priority, trace_headers, self._booted(), deltas=deltas)
 
     def _flight_or_error(
         self,
@@ -269,19 +284,16 @@ class Fleet:
         try:
             return self._flight(prompt, params, session_id, priority, trace_headers, deltas=False)
         except InvalidRequest as error:
-            return Completion(
-                request_id=f"{self._prefix}-{next(self._numbers)}",
-                prompt_token_ids=(), token_ids=(), logprobs=(), spans=(), finish_reason="error", error=error,
-            )  # fmt: skip
+            return self._intake.refused(error)
 
     async def _admit(self, flight: Flight) -> None:
-        replica = await self._router.admit(flight.session_id)
+        replica = await self._router.admit(flight.session_id, flight.waits)
         with replica.gate.lease() as commit:
             leg = await replica.backend.submit(flight.request(f"w{commit.weight_version}.{commit.number}"))
             flight.boarded(replica, leg, commit.place)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._renderer.decode(token_ids) if self._renderer is not None else ""
+        return self._intake.renderer.decode(token_ids) if self._intake.renderer is not None else ""
 
     def _booted(self) -> Booted:
         for replica in self.replicas:
@@ -295,7 +307,7 @@ class Fleet:
 
     # -- weights and lives -------------------------------------------------------------------------------
 
-    def offer(self, make: Callable[[], Awaitable[Sending]], options: RefitOptions, handle: RefitHandle) -> RefitHandle:
+    def offer(self, make: Make, options: RefitOptions, handle: RefitHandle) -> RefitHandle:
         """Take a refit offer from wherever it comes; return its handle at once."""
         self._must_be_open()
         self._coordinator.offer(handle, make, options)
@@ -315,8 +327,8 @@ class Fleet:
             raise UnsupportedPolicy(f"sleep level {level} is not 1 or 2")
         if policy not in ("recompute", "wait", "abort"):
             raise UnsupportedPolicy("a sleep drops the KV cache: use recompute, wait or abort")
-        able = [r for r in self.replicas if r.phase in (Phase.SERVING, Phase.IDLE)]
-        await self._all(r.sleep(level, policy) for r in able)
+        awake = [r for r in self.replicas if r.phase not in (Phase.SLEEPING, Phase.DEAD, Phase.QUARANTINED)]
+        await self._all(r.sleep(level, policy) for r in awake)
 
     async def wake_up(self) -> None:
         """Wake every sleeping replica. After level 2 it serves nothing until a refit."""
@@ -379,6 +391,9 @@ class Fleet:
     async def restart(self, replica: str | None = None) -> None:
         """Boot dead replicas anew, one by name or all. They have proven nothing and serve after their next refit."""
         self._must_be_open()
+        if replica is not None and replica not in {r.name for r in self.replicas}:
+            raise UnsupportedPolicy(f"there is no replica {replica}, only {', '.join(r.name for r in self.replicas)}")
+        await self._all(r.caught_up() for r in self.replicas)
         dead = [r for r in self.replicas if r.phase is Phase.DEAD and replica in (None, r.name)]
         await self._all(r.restart() for r in dead)
 
@@ -390,10 +405,3 @@ class Fleet:
                 raise result
             if isinstance(result, BaseException):
                 raise result
-
-
-def _sole(error: BaseException) -> BaseException:
-    """Return what a group of one holds: callers look for the error, not for how tasks are run."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error

@@ -28,10 +28,14 @@ class Berth(Protocol):
         """A leg says that the engine is dead; the replica may not know yet."""
 
 
+class CutShort(Exception):
+    """Raised in a request that was ended while it waited for admission."""
+
+
 Admit = Callable[["Flight"], Coroutine[Any, Any, None]]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Flight:
     """One request on its way through the fleet."""
 
@@ -55,7 +59,7 @@ class Flight:
     cached_tokens: int | None = None
     first_token_at: int = 0
     opened: bool = False
-    _cut: asyncio.Future[None] | None = None
+    waiter: asyncio.Future[None] | None = None
     _cut_asked: bool = False
 
     @property
@@ -117,8 +121,12 @@ class Flight:
         self._cut_asked = True
         if self.leg is not None:
             self.leg.abort()
-        elif self._cut is not None and not self._cut.done():
-            self._cut.set_result(None)
+        elif self.waiter is not None and not self.waiter.done():
+            self.waiter.set_exception(CutShort())
+
+    def waits(self, waiter: asyncio.Future[None]) -> None:
+        """Remember what the request's admission waits for."""
+        self.waiter = waiter
 
     def start(self) -> None:
         """Open the request's span. Called once, before the first admission."""
@@ -158,7 +166,9 @@ class Flight:
                 if self._cut_asked:
                     return self._ending(Piece((), finish_reason="abort"))
                 try:
-                    await self._admitted()
+                    await self.admit(self)
+                except CutShort:
+                    return self._ending(Piece((), finish_reason="abort"))
                 except PitstopError as error:
                     self.failure = error
                     return self._ending(Piece((), finish_reason="error"))
@@ -182,21 +192,6 @@ class Flight:
             if piece.token_ids and not self.first_token_at:
                 self.first_token_at = time.time_ns()
             return self._ending(piece) if piece.finish_reason else piece
-
-    async def _admitted(self) -> None:
-        """Wait for the admission, or for a `cut`."""
-        cut = self._cut = asyncio.get_running_loop().create_future()
-        admission = asyncio.ensure_future(self.admit(self))
-        try:
-            await asyncio.wait({admission, cut}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._cut = None
-            if not admission.done():
-                admission.cancel()
-                # What it had begun in the engine has to be taken back before anything else happens.
-                await asyncio.wait({admission})
-        if not admission.cancelled():
-            admission.result()
 
     def take(self, piece: Piece) -> list[Span]:
         """Count a pulled piece's tokens; return the spans they belong to, none when it ended before any engine."""

@@ -173,8 +173,13 @@ class RolloutEngine(Fleet):
             (`OfferRejected` and its kinds before anything was suspended, `DigestMismatch`, `PeerLost`, ...).
         """
         from pitstop.transports.memory_link import memory_sending
+        from pitstop.transports.reports import WISHES, judge
 
         self._must_be_open()
+        given = deadlines if isinstance(deadlines, Mapping) else {}
+        if isinstance(deadlines, Deadlines):
+            given = {name: getattr(deadlines, name) for name in WISHES}
+        judge(weight_version, cast, policy, given)
         options = self._options(policy, deadlines, rebase=rebase)
         said = dict(headers) if headers is not None else dict(self._context())
         refit_id = uuid.uuid4().hex
@@ -183,10 +188,12 @@ class RolloutEngine(Fleet):
             path = Path(source)
 
             async def make() -> Sending:
+                # Abandoned with its deadline: a file system that hangs must not hold the engine.
                 return await anyio.to_thread.run_sync(
                     lambda: memory_sending(
                         path, weight_version=weight_version, cast=cast, headers=said, refit_id=refit_id
-                    )
+                    ),
+                    abandon_on_cancel=True,
                 )
         else:
             # Now, not later: a generator belongs to the caller, and errors in it are the caller's.

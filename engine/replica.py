@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pitstop.engine.actions import Actions
-from pitstop.engine.errors import EngineClosed, IllegalEvent, PitstopError, RemoteError, ReplicaDied
+from pitstop.engine.errors import DeadlineExceeded, EngineClosed, IllegalEvent, PitstopError, RemoteError, ReplicaDied
 from pitstop.engine.flight import Flight
 from pitstop.engine.gate import Gate
 from pitstop.engine.job import Job, bounded
@@ -40,6 +40,9 @@ from pitstop.engine.refit import Deadlines
 from pitstop.engine.worker_ports import WorkerLayout, WorkerOp, WorkerReply
 
 log = logging.getLogger("pitstop.engine")
+
+ENGINE_SILENCE = 60.0
+"""Seconds in which an engine that has requests must make a token or answer a call. A step may be long on a CPU."""
 
 SETTLED = frozenset({Phase.IDLE, Phase.SERVING, Phase.QUARANTINED, Phase.SLEEPING, Phase.DEAD, Phase.STOPPED})
 
@@ -72,12 +75,14 @@ class Replica:
         self.job: Job | None = None
         self.sleeping = SleepAsked(1)
         self.sleep_error: PitstopError | None = None
-        self._changed = changed
+        self.changed = changed
         self._phase = Phase.STARTING
         self._since = time.monotonic()
         self._inbox: asyncio.Queue[_Post] = asyncio.Queue()
         self._action: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._listen: asyncio.Task[None] | None = None
+        self.silence = ENGINE_SILENCE
         self._actions = Actions(self)
         self._moved = asyncio.Event()
         self._asking = asyncio.Lock()
@@ -207,7 +212,7 @@ class Replica:
         finally:
             while not self._inbox.empty():
                 self._refuse(self._inbox.get_nowait(), EngineClosed(f"{self.name} was stopped"))
-            for task in (self._action, self._watch):
+            for task in (self._action, self._watch, self._listen):
                 if task is not None:
                     task.cancel()
 
@@ -215,6 +220,8 @@ class Replica:
         try:
             after, do = advance(self._phase, post.event)
         except IllegalEvent as error:
+            if isinstance(post.event, Died):
+                return  # a leg and the watch have both said so
             log.warning("%s: %s", self.name, error)
             self.observer.counted(
                 "rl.replica.illegal_events", 1, {"state": self._phase.value, "event": type(post.event).__name__}
@@ -236,7 +243,7 @@ class Replica:
             post.heard.set_result(None)
         self._moved.set()
         self._moved = asyncio.Event()
-        self._changed()
+        self.changed()
 
     @staticmethod
     def _refuse(post: _Post, error: PitstopError) -> None:
@@ -284,17 +291,38 @@ class Replica:
             event = self._actions.failed(do, known)
         if isinstance(event, BootedWith | BootedEmpty):
             self._watch = asyncio.create_task(self._watch_death(), name=f"{self.name}:watch")
+            self._listen = asyncio.create_task(self._watch_silence(), name=f"{self.name}:silence")
         if event is not None:
             self.post(event)
+
+    async def _watch_silence(self) -> None:
+        """Notice an engine that lives and does nothing: one that was stopped, or whose input thread died."""
+        while True:
+            await asyncio.sleep(min(1.0, self.silence / 4))
+            if self._phase is not Phase.SERVING or not self.flights:
+                continue
+            quiet = time.monotonic() - max(self.backend.output_at(), self._since)
+            if quiet < self.silence / 2:
+                continue
+            try:
+                call = self.backend.call_workers(WorkerOp("describe"))
+                await bounded(call, self.silence / 2, replica=self.name, phase="serve")
+            except DeadlineExceeded as error:
+                self.error = error
+                self.post(Died(error.slug))
+                return
+            except PitstopError:
+                continue
 
     async def _watch_death(self) -> None:
         self.error = await self.backend.died()
         self.post(Died(self.error.slug))
 
     def _end_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
+        for task in (self._watch, self._listen):
+            if task is not None:
+                task.cancel()
+        self._watch = self._listen = None
 
     async def _action_over(self) -> None:
         while self._action is not None and not self._action.done():

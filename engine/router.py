@@ -56,8 +56,10 @@ class Router:
     def _coming(self) -> bool:
         return self._refitting() or any(r.phase in _COMING for r in self._replicas)
 
-    async def admit(self, session_id: str | None) -> Replica:
+    async def admit(self, session_id: str | None, wait: Callable[[asyncio.Future[None]], None]) -> Replica:
         """Return an open replica, waiting while one is on its way. Take its lease before the next await.
+
+        `wait` is told what is waited for; whoever sets an exception there ends the wait with it.
 
         Raises:
             NotServing: no replica is open and none will be without the caller's help; says which step is missing.
@@ -69,6 +71,7 @@ class Router:
                 raise NotServing("no replica serves: " + "; ".join(self._why(r) for r in self._replicas))
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters[waiter] = None
+            wait(waiter)
             try:
                 await waiter
             finally:

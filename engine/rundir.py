@@ -15,6 +15,8 @@ import secrets
 import shutil
 import stat
 import tempfile
+import threading
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -23,13 +25,15 @@ from pitstop.engine.errors import LocalError
 
 _SHM: Final = Path("/dev/shm")
 _SHM_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_LONGEST: Final = 60
 _LOCK, _NOTED = "lock", "shm"
 
 
 def base() -> Path:
     """Where this user's runs are: under `XDG_RUNTIME_DIR`, else under the folder for temporary files."""
     root = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    return Path(root) / f"pitstop-{os.getuid()}"
+    # A unix socket's path holds 107 bytes, and clusters have long folders for temporary files.
+    return Path(root if len(root) <= _LONGEST else "/tmp") / f"pitstop-{os.getuid()}"
 
 
 class RunDir:
@@ -39,11 +43,10 @@ class RunDir:
         root = root or base()
         _private(root)
         clear_dead(root)
-        self.path: Final = root / secrets.token_hex(6)
-        self.path.mkdir(mode=0o700)
-        # Children that are forked share the lock, and a dead parent with living children is not a dead run.
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path, self._lock = _claimed(root)
+        self._noting = threading.Lock()
+        # An engine that is described and never entered goes without being closed.
+        self._finalizer = weakref.finalize(self, _removed, self.path, self._lock)
 
     def note_shared_memory(self, pids: Iterable[int]) -> None:
         """Write down which named segments these processes, and those beneath them, have mapped.
@@ -51,22 +54,37 @@ class RunDir:
         vLLM's worker queues are such segments, and a SIGKILL would leave them behind.
         """
         found = {name for pid in pids for member in _tree(pid) for name in _mapped(member)}
-        noted = set(_lines(self.path / _NOTED))
-        if found - noted:
-            (self.path / _NOTED).write_text("\n".join(sorted(found | noted)))
+        with self._noting, contextlib.suppress(FileNotFoundError):  # the run may be over by now
+            noted = set(_lines(self.path / _NOTED))
+            if found - noted:
+                (self.path / _NOTED).write_text("\n".join(sorted(found | noted)))
 
     def close(self) -> None:
         """Remove the folder. Idempotent."""
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
-            os.close(lock)
+        self._finalizer()
+
+
+def _claimed(root: Path) -> tuple[Path, int]:
+    # Under a name that no other start looks at until the lock is held: what is not locked looks dead.
+    hidden = root / f".{secrets.token_hex(6)}"
+    hidden.mkdir(mode=0o700)
+    # Children that are forked share the lock, and a dead parent with living children is not a dead run.
+    lock = os.open(hidden / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return hidden.rename(root / hidden.name[1:]), lock
+
+
+def _removed(path: Path, lock: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(lock)
 
 
 def clear_dead(root: Path) -> list[str]:
     """Remove the folders of runs that are gone, and the shared memory that they noted; return their names."""
     cleared = []
     for folder in root.iterdir() if root.is_dir() else ():
+        if folder.name.startswith("."):
+            continue
         with contextlib.suppress(OSError):
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from pitstop.engine.flight import Flight, merged
 from pitstop.engine.request import Chunk, Completion, FinishReason, Piece, Span
+
+_TURN = 0.002  # seconds of rendering in one turn of the loop
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -161,12 +164,9 @@ class Completions:
         if not self._left:
             raise StopAsyncIteration
         if self._tasks is None:
-            # A task refers to the queue, not to this object: otherwise dropping it would never finalize it.
-            self._tasks = {
-                asyncio.create_task(_one(n, make, self._decode, self._done)) for n, make in enumerate(self._start)
-            }
-            for task in tuple(self._tasks):
-                task.add_done_callback(self._tasks.discard)
+            # A task refers to the queue and the set, not to this object: dropping it would never finalize it.
+            self._tasks = set()
+            _keep(self._tasks, _begin(self._start, self._decode, self._done, self._tasks))
         try:
             index, result = await self._done.get()
         except BaseException:
@@ -181,10 +181,9 @@ class Completions:
     async def aclose(self) -> None:
         """Cancel what is unfinished and wait for it. Idempotent."""
         self._left = 0
-        tasks = tuple(self._tasks or ())
-        for task in tasks:
-            task.cancel()
-        if tasks:
+        while tasks := tuple(self._tasks or ()):
+            for task in tasks:
+                task.cancel()
             await asyncio.shield(asyncio.gather(*tasks, return_exceptions=True))
 
     async def __aenter__(self) -> Self:
@@ -200,15 +199,40 @@ class Completions:
             _later(self._loop, _cancel, frozenset(self._tasks))
 
 
-async def _one(
-    index: int,
-    make: Callable[[], Completion | Flight],
+def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+
+
+async def _begin(
+    start: Sequence[Callable[[], Completion | Flight]],
     decode: Decode,
     done: asyncio.Queue[tuple[int, Completion | BaseException]],
+    tasks: set[asyncio.Task[None]],
+) -> None:
+    """Start every request. Rendering a prompt takes time on the loop, so others get their turn in between."""
+    since = time.monotonic()
+    for index, make in enumerate(start):
+        try:
+            made = make()
+        except Exception as error:  # noqa: BLE001 - raised where the completion is taken
+            done.put_nowait((index, error))
+            continue
+        if isinstance(made, Completion):
+            done.put_nowait((index, made))
+        else:
+            _keep(tasks, _one(index, made, decode, done))
+        if time.monotonic() - since > _TURN:
+            await asyncio.sleep(0)
+            since = time.monotonic()
+
+
+async def _one(
+    index: int, flight: Flight, decode: Decode, done: asyncio.Queue[tuple[int, Completion | BaseException]]
 ) -> None:
     try:
-        made = make()
-        result: Completion | BaseException = made if isinstance(made, Completion) else await complete(made, decode)
+        result: Completion | BaseException = await complete(flight, decode)
     except asyncio.CancelledError:
         raise
     except Exception as error:  # noqa: BLE001 - raised where the completion is taken

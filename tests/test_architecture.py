@@ -30,6 +30,7 @@ DRIVERS = (
     "handle",
     "prompts",
     "rundir",
+    "intake",
 )
 ADAPTERS = ("simulated", "vllm_backend")
 COMPOSERS = ("launch", "__main__", "demo")

@@ -131,6 +131,8 @@ def judge(weight_version: int, cast: str | None, policy: str | None, deadlines: 
         raise UnsupportedPolicy(
             f"no such deadline: {', '.join(sorted(unknown))}; there are {', '.join(sorted(WISHES))}"
         )
+    if strange := [name for name, seconds in deadlines.items() if not isinstance(seconds, int | float)]:
+        raise UnsupportedPolicy(f"deadline {strange[0]} is {deadlines[strange[0]]!r}, not a number of seconds")
     if wrong := [name for name, seconds in deadlines.items() if not seconds > 0 and name != "receive_per_gib"]:
         raise UnsupportedPolicy(f"deadline {wrong[0]} is {deadlines[wrong[0]]} s, not above 0")
     if deadlines.get("silence", SILENCE_S) < 2 * BEAT_S:

@@ -83,7 +83,8 @@ def test_a_request_with_tokens_is_never_taken_back() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [{"max_tokens": -1}, {"temperature": -0.1}, {"top_p": 0}, {"top_k": -1}, {"stop": ""}, {"min_p": 2},
-     {"temperature": float("nan")}],
+     {"temperature": float("nan")}, {"max_tokens": 8.0}, {"seed": 1.5}, {"seed": 2**63}, {"ignore_eos": None},
+     {"stop": (b"x",)}, {"min_tokens": "1"}, {"stop_token_ids": (1.0,)}],
 )  # fmt: skip
 def test_parameters_that_cannot_work_are_refused_when_made(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest):
