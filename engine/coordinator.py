@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
 import anyio.to_thread
 
 from pitstop.engine.errors import EngineClosed, NotServing, PitstopError, RemoteError, StaleVersion
@@ -91,7 +92,8 @@ class Coordinator:
             if self._running is not None:
                 task = self._running[1]
                 task.cancel()
-                await asyncio.wait({task}, timeout=10)
+                with anyio.CancelScope(shield=True):
+                    await asyncio.wait({task}, timeout=10)
             for handle in left:
                 if not handle.done():
                     self._refuse(handle, EngineClosed("the engine was closed before the refit had ended"))

@@ -221,7 +221,10 @@ class Replica:
             after, do = advance(self._phase, post.event)
         except IllegalEvent as error:
             if isinstance(post.event, Died):
-                return  # a leg and the watch have both said so
+                # A leg and the watch have both said so.
+                if post.heard is not None and not post.heard.done():
+                    post.heard.set_result(None)
+                return
             log.warning("%s: %s", self.name, error)
             self.observer.counted(
                 "rl.replica.illegal_events", 1, {"state": self._phase.value, "event": type(post.event).__name__}
