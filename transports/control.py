@@ -41,7 +41,7 @@ from pitstop.transports.ranks import Ranks
 from pitstop.transports.remote import RemoteSending
 from pitstop.transports.reports import offered
 from pitstop.transports.segment import Probe
-from pitstop.transports.session import greeted
+from pitstop.transports.session import Step, greeted
 from pitstop.transports.zmq_link import pid_space
 
 _LOG: Final = logging.getLogger(__name__)
@@ -187,12 +187,16 @@ class ControlLink:
                 sending.heard(message)
         elif isinstance(message, Report | LetGo) and client.seat is not None:
             client.seat.heard(message)
+            if client.session.step is Step.GONE:
+                # It will not say Bye: what it has to say is said, and its process may live as long as the engine.
+                self._drop(identity, PeerLost(f"{client.name} has let go", peer=client.name))
 
     def _greet(self, hub: Hub, probe: Probe, identity: bytes, hello: Hello) -> None:
         seat = self._seats.get(hello.token) if hello.role == "receiver" else None
         if hello.role == "receiver" and seat is None:
             raise ProtocolViolation("a receiver that was not asked for, or no longer is", peer="receiver")
-        if len(self._clients) >= _MOST_CLIENTS:
+        # A receiver was asked for: no number of others keeps it out.
+        if seat is None and len(self._clients) >= _MOST_CLIENTS:
             raise ProtocolViolation(f"more than {_MOST_CLIENTS} clients")
         self._clients[identity] = client = Client(hub, identity, hello, seat)
         client.group = self._ranks.came(client, hello)
