@@ -154,12 +154,15 @@ class ControlLink:
         count = 0
         while (received := hub.receive()) is not None:
             identity, frames = received
+            refit_id = ""
             try:
-                if len(frames) != 1:
-                    raise ProtocolViolation(f"{len(frames)} frames in a message")
-                await self._heard(hub, probe, identity, from_client(frames[0]))
+                message = from_client(*frames)
+                refit_id = getattr(message, "refit_id", "")
+                await self._heard(hub, probe, identity, message)
             except PitstopError as error:
-                self._refuse(hub, identity, error)
+                self._refuse(hub, identity, error, refit_id or str(error.fields.get("refit_id", "")))
+            except Exception as failure:  # noqa: BLE001 - the reader serves everybody, whatever one client has sent
+                self._refuse(hub, identity, RemoteError(f"a message could not be dealt with: {failure!r}"), refit_id)
             count += 1
             if not count % _AT_ONCE:
                 await asyncio.sleep(0)
@@ -231,11 +234,12 @@ class ControlLink:
             client.settled(message.refit_id)
             client.post(Refuse(fault(error), message.refit_id))
 
-    def _refuse(self, hub: Hub, identity: bytes, error: PitstopError) -> None:
+    def _refuse(self, hub: Hub, identity: bytes, error: PitstopError, refit_id: str) -> None:
         self.violations += 1
         client = self._clients.get(identity)
         _LOG.warning("%s: %s", "a client" if client is None else client.name, error)
-        hub.send(identity, Refuse(fault(error)))
+        # About one refit if it can be: what is wrong with one is no reason to end the others of that client.
+        hub.send(identity, Refuse(fault(error), refit_id))
         if client is not None:
             client.violations += 1
             if client.violations >= _MOST_VIOLATIONS:

@@ -21,7 +21,7 @@ from uuid import uuid4
 from pitstop.engine.ports import Guarded, Observer, default_observer
 from pitstop.engine.worker_ports import Offer
 from pitstop.transports.publish_handle import PublishHandle
-from pitstop.transports.reports import judge
+from pitstop.transports.reports import judge, judge_offer
 from pitstop.transports.sources import Publishable, source_of
 from pitstop.transports.trainer_link import TrainerLink
 from pitstop.transports.zmq_link import Rank
@@ -130,9 +130,11 @@ class Publisher:
         """
         wishes = dict(deadlines or {})
         judge(weight_version, cast, policy, wishes)
+        wishes = {name: float(seconds) for name, seconds in wishes.items()}
         source = source_of(what)
         try:
             offer = Offer(uuid4().hex[:16], weight_version, source.specs(), cast, None, dict(headers or {}))
+            judge_offer(offer.tensors, offer.headers)
             handle = PublishHandle(offer, source, policy, wishes, rebase=rebase)
             self._link.offer(handle, self._observer)
         except BaseException:
