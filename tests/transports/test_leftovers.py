@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 from pathlib import Path
 
+import pytest
+import torch
+
+from pitstop.engine.worker_ports import Manifest, Routed
 from pitstop.transports import Publisher, control
 from pitstop.transports.memory_link import memory_sending
+from pitstop.transports.pool import SegmentPool
+from pitstop.transports.segment import Kept, Segment
 from tests.transports.children import Worker, descriptors
 from tests.transports.rig import Rig, rig, until
 from tests.transports.weights import weights
@@ -52,3 +60,96 @@ async def test_trainers_that_fill_the_link_keep_no_receiver_out(tmp_path: Path) 
         finally:
             control._MOST_CLIENTS = most  # type: ignore[misc]
         await asyncio.to_thread(trainer.close)
+
+
+@pytest.mark.parametrize("late", ["while it is taken", "for good"])
+async def test_a_plan_that_is_given_up_gives_its_segment_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    taking, go_on, made = threading.Event(), threading.Event(), threading.Event()
+    async with rig(tmp_path) as engine:
+        worker, pool = Worker(), engine.transport._pool
+        await engine.refit(memory_sending(weights(1), weight_version=1), [worker])
+        fresh = Segment.__init__
+
+        def slow(self: Segment, nbytes: int, name: str = "pitstop") -> None:
+            taking.set()
+            go_on.wait(10)
+            fresh(self, nbytes, name)
+            made.set()
+
+        monkeypatch.setattr(Segment, "__init__", slow)
+        # The old segment is too small for it, so that a fresh one is made: slowly.
+        large = memory_sending({"a": torch.zeros(1 << 20)}, weight_version=2)
+        manifest = Manifest((Routed(0, large.offer.tensors[0]),))
+        planning = asyncio.ensure_future(engine.transport.plan(large.offer, manifest, [], engine.limits))
+        assert await asyncio.to_thread(taking.wait, 10)
+        planning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await planning
+        if late == "for good":
+            engine.transport.close()
+        go_on.set()
+        assert await asyncio.to_thread(made.wait, 10)
+        await asyncio.sleep(0.1)
+        if late == "for good":
+            await until(lambda: not pool._leases and not [d for d in descriptors() if "/memfd:pitstop " in d], 5.0)
+        else:
+            await until(lambda: bool(pool._leases) and all(lease.free for lease in pool._leases), 5.0)
+        monkeypatch.undo()
+        if late != "for good":
+            await engine.refit(memory_sending(weights(3), weight_version=3), [worker])
+            assert len(pool._leases) == 1
+
+
+def test_a_pool_is_safe_from_two_threads() -> None:
+    pool, errors = SegmentPool(), list[Exception]()
+
+    def refit(name: str) -> None:
+        try:
+            for n in range(200):
+                lease = pool.take(f"{name}{n}", 4096)
+                assert pool.holds(lease)
+                lease.over = True
+        except Exception as error:  # noqa: BLE001 - the test asserts that there is none
+            errors.append(error)
+
+    threads = [threading.Thread(target=refit, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not errors
+    assert len({lease.segment for lease in pool._leases}) <= 4
+    pool.close()
+
+
+async def test_no_mapping_of_a_closed_engine_stays(tmp_path: Path) -> None:
+    gc.collect()
+    before = len(mappings())
+    for n in range(3):
+        async with rig(tmp_path / str(n)) as engine:
+            await engine.refit(memory_sending(weights(n), weight_version=n), [Worker()])
+            trainer = await Publisher.connect_async(engine.link.address)
+            handle = trainer.publish(weights(n), weight_version=n + 1)
+            await engine.refit(await engine.offer(), [Worker()])
+            await asyncio.to_thread(handle.result, 10)
+            assert len(mappings()) > before
+            await asyncio.to_thread(trainer.close)
+        gc.collect()
+        assert len(mappings()) == before
+
+
+def test_a_mapping_of_an_engine_that_died_goes_when_the_next_one_is_made() -> None:
+    kept, dead, live = Kept("read"), Segment(4096), Segment(4096)
+    assert kept.take("dead", dead.path, 4096) is kept.take("dead", dead.path, 4096)
+    dead.close()
+    mapping = kept.take("live", live.path, 4096)
+    assert list(kept._mappings.values()) == [mapping]
+    kept.drop("live")
+    live.close()
+
+
+def mappings() -> list[str]:
+    """The probe of a link is in no map: only segments that carry weights are."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/memfd:pitstop " in line]
