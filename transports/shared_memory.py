@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 from collections.abc import AsyncIterator, Sequence
 from time import monotonic
 from typing import Final, Literal
@@ -23,6 +24,7 @@ from pitstop.transports.messages import Cancel, LetGo, Noted, Report, Seal
 from pitstop.transports.pool import Lease, SegmentPool
 from pitstop.transports.receiver import SegmentReceiver
 from pitstop.transports.replay import Replay
+from pitstop.transports.segment import forget
 
 __all__ = ["SegmentReceiver", "SharedMemoryTransport"]
 
@@ -130,6 +132,8 @@ class SharedMemoryTransport:
         self._sealed = None
         self._replays.clear()
         self._pool.close()
+        # In a thread: this may run on a loop that others use, and unmapping a model takes its time.
+        threading.Thread(target=forget, args=(self._link.address,), name="pitstop-forget", daemon=True).start()
 
     async def _taken(self, refit_id: str, nbytes: int) -> Lease:
         taking = asyncio.get_running_loop().run_in_executor(None, self._pool.take, refit_id, nbytes)

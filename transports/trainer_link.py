@@ -114,6 +114,7 @@ class TrainerLink:
             with contextlib.suppress(PitstopError):
                 self._farewell()
             self._line.close()
+            self._kept.drop(self._line.address)
 
     def _connect(self, seconds: float) -> None:
         self._line, welcome, self.transport = connected(self._address, seconds, self._rank)
