@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+import weakref
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Literal, Self
@@ -32,11 +33,13 @@ class Publisher:
 
     When the engine dies, closes, or says nothing for too long, open handles fail with `PeerLost` and this publisher is
     over: connect again. With `reconnect` it connects again by itself, as soon as an engine is at that address.
+    One that nobody refers to any more closes itself when the last of its refits has ended.
     """
 
     def __init__(self, link: TrainerLink, observer: Observer | None) -> None:
         self._link = link
         self._observer = default_observer() if observer is None else Guarded(observer)
+        weakref.finalize(self, _abandoned, weakref.ref(link)).atexit = False
 
     @property
     def transport(self) -> str:
@@ -136,6 +139,7 @@ class Publisher:
             offer = Offer(uuid4().hex[:16], weight_version, source.specs(), cast, None, dict(headers or {}))
             judge_offer(offer.tensors, offer.headers)
             handle = PublishHandle(offer, source, policy, wishes, rebase=rebase)
+            handle.publisher = self
             self._link.offer(handle, self._observer)
         except BaseException:
             source.close()
@@ -165,6 +169,12 @@ class Publisher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _abandoned(link: weakref.ref[TrainerLink]) -> None:
+    """End the link of a publisher that was collected. Its thread keeps it until then."""
+    if (alive := link()) is not None:
+        alive.abandon()
 
 
 def _unwanted(connecting: asyncio.Future[Publisher]) -> None:

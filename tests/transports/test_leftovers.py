@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
+from pitstop.engine.errors import PeerLost
+from pitstop.engine.refit import Outcome
 from pitstop.engine.worker_ports import Manifest, Routed
-from pitstop.transports import Publisher, control
+from pitstop.transports import Publisher, PublishHandle, control
 from pitstop.transports.memory_link import memory_sending
 from pitstop.transports.pool import SegmentPool
 from pitstop.transports.segment import Kept, Segment
@@ -137,7 +140,7 @@ async def test_no_mapping_of_a_closed_engine_stays(tmp_path: Path) -> None:
             assert len(mappings()) > before
             await asyncio.to_thread(trainer.close)
         gc.collect()
-        assert len(mappings()) == before
+        await until(lambda: len(mappings()) == before, 5.0)
 
 
 def test_a_mapping_of_an_engine_that_died_goes_when_the_next_one_is_made() -> None:
@@ -148,6 +151,44 @@ def test_a_mapping_of_an_engine_that_died_goes_when_the_next_one_is_made() -> No
     assert list(kept._mappings.values()) == [mapping]
     kept.drop("live")
     live.close()
+
+
+async def test_a_publisher_that_nobody_closes_is_collected_with_all_it_has(tmp_path: Path) -> None:
+    def train(address: str, version: int) -> PublishHandle:
+        return Publisher.connect(address).publish(weights(version), weight_version=version)
+
+    async with rig(tmp_path) as engine:
+        await refits(engine, 1, Worker())
+        before = descriptors()
+        for version in (1, 2):
+            # The handle keeps its publisher until the refit has ended.
+            handle = await asyncio.to_thread(train, engine.link.address, version)
+            gc.collect()
+            await asyncio.sleep(0.6)
+            await engine.refit(await engine.offer(), [Worker()])
+            assert (await asyncio.to_thread(handle.result, 10)).outcome is Outcome.COMMITTED
+            gc.collect()
+            await until(lambda: not publishing(), 5.0)
+            await until(lambda: not engine.link._clients, 2.0)
+            assert descriptors() == before
+
+
+async def test_a_publisher_that_was_refused_is_collected_too(tmp_path: Path) -> None:
+    async with rig(tmp_path) as engine:
+        trainer = await Publisher.connect_async(engine.link.address)
+    with pytest.raises(PeerLost):
+        await asyncio.to_thread(trainer.publish(weights(1), weight_version=1).result, 5)
+    with pytest.raises(PeerLost):
+        trainer.publish(weights(1), weight_version=1)
+    gone = weakref.ref(trainer)
+    del trainer
+    await until(lambda: not publishing(), 5.0)
+    gc.collect()
+    assert gone() is None
+
+
+def publishing() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "pitstop-publisher"]
 
 
 def mappings() -> list[str]:
