@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Iterable
 from sys import byteorder
@@ -10,14 +11,25 @@ from typing import Final, TypeVar
 import msgspec
 
 from pitstop.engine.errors import ErrorRecord, PitstopError, ProtocolViolation, from_record
-from pitstop.transports.messages import MOST_BYTES, Fault, FromClient, FromEngine
+from pitstop.transports.messages import MOST_BYTES, Fault, FromClient, FromEngine, RefitId
 
 Message = TypeVar("Message")
+
+
+class _Offering(msgspec.Struct, tag="Propose"):
+    refit_id: RefitId
+
+
+class _Joining(msgspec.Struct, tag="Join"):
+    refit_id: RefitId
+
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _FROM_CLIENT: Final[msgspec.msgpack.Decoder[FromClient]] = msgspec.msgpack.Decoder(FromClient)
 _FROM_ENGINE: Final[msgspec.msgpack.Decoder[FromEngine]] = msgspec.msgpack.Decoder(FromEngine)
+_ABOUT: Final = msgspec.msgpack.Decoder(_Offering | _Joining)
 _UNDECODABLE: Final = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MemoryError)
+_LARGE: Final = 1 << 63
 _MESSAGE, _TRACEBACK, _FIELD = 16384, 32768, 4096
 
 
@@ -36,13 +48,20 @@ def encode(message: FromClient | FromEngine) -> bytes:
     return frame
 
 
-def from_client(frame: bytes) -> FromClient:
+def from_client(*frames: bytes) -> FromClient:
     """Decode what a client sent.
 
     Raises:
-        ProtocolViolation: it is not a message of a client.
+        ProtocolViolation: it is not a message of a client; its field `refit_id` says of which refit, if that is plain.
     """
-    return _decode(_FROM_CLIENT, frame)
+    if len(frames) != 1:
+        raise ProtocolViolation(f"{len(frames)} frames in a message")
+    try:
+        return _decode(_FROM_CLIENT, frames[0])
+    except ProtocolViolation as error:
+        with contextlib.suppress(ProtocolViolation):
+            error.fields["refit_id"] = _decode(_ABOUT, frames[0]).refit_id
+        raise
 
 
 def from_engine(frame: bytes) -> FromEngine:
@@ -69,8 +88,19 @@ def fault(error: BaseException) -> Fault:
         record = error.record()
     else:
         record = ErrorRecord("remote_error", f"{type(error).__name__}: {error}", {"kind": type(error).__name__})
-    fields = {k[:256]: v[:_FIELD] if isinstance(v, str) else v for k, v in list(record.fields.items())[:64]}
-    return Fault(record.slug, record.message[:_MESSAGE], fields, record.traceback[-_TRACEBACK:])
+    fields = {_utf8(k[:256]): _plain(v) for k, v in list(record.fields.items())[:64]}
+    return Fault(record.slug, _utf8(record.message[:_MESSAGE]), fields, _utf8(record.traceback[-_TRACEBACK:]))
+
+
+def _plain(value: str | int | float | None) -> str | int | float | None:
+    if isinstance(value, str):
+        return _utf8(value[:_FIELD])
+    return str(value) if isinstance(value, int) and abs(value) >= _LARGE else value
+
+
+def _utf8(text: str) -> str:
+    # A file's name may be no text at all, and an error that names it has to travel all the same.
+    return text.encode(errors="replace").decode()
 
 
 def raised(said: Fault) -> PitstopError:

@@ -41,7 +41,7 @@ from pitstop.transports.ranks import Ranks
 from pitstop.transports.remote import RemoteSending
 from pitstop.transports.reports import offered
 from pitstop.transports.segment import Probe
-from pitstop.transports.session import greeted
+from pitstop.transports.session import Step, greeted
 from pitstop.transports.zmq_link import pid_space
 
 _LOG: Final = logging.getLogger(__name__)
@@ -154,12 +154,15 @@ class ControlLink:
         count = 0
         while (received := hub.receive()) is not None:
             identity, frames = received
+            refit_id = ""
             try:
-                if len(frames) != 1:
-                    raise ProtocolViolation(f"{len(frames)} frames in a message")
-                await self._heard(hub, probe, identity, from_client(frames[0]))
+                message = from_client(*frames)
+                refit_id = getattr(message, "refit_id", "")
+                await self._heard(hub, probe, identity, message)
             except PitstopError as error:
-                self._refuse(hub, identity, error)
+                self._refuse(hub, identity, error, refit_id or str(error.fields.get("refit_id", "")))
+            except Exception as failure:  # noqa: BLE001 - the reader serves everybody, whatever one client has sent
+                self._refuse(hub, identity, RemoteError(f"a message could not be dealt with: {failure!r}"), refit_id)
             count += 1
             if not count % _AT_ONCE:
                 await asyncio.sleep(0)
@@ -187,12 +190,16 @@ class ControlLink:
                 sending.heard(message)
         elif isinstance(message, Report | LetGo) and client.seat is not None:
             client.seat.heard(message)
+            if client.session.step is Step.GONE:
+                # It will not say Bye: what it has to say is said, and its process may live as long as the engine.
+                self._drop(identity, PeerLost(f"{client.name} has let go", peer=client.name))
 
     def _greet(self, hub: Hub, probe: Probe, identity: bytes, hello: Hello) -> None:
         seat = self._seats.get(hello.token) if hello.role == "receiver" else None
         if hello.role == "receiver" and seat is None:
             raise ProtocolViolation("a receiver that was not asked for, or no longer is", peer="receiver")
-        if len(self._clients) >= _MOST_CLIENTS:
+        # A receiver was asked for: no number of others keeps it out.
+        if seat is None and len(self._clients) >= _MOST_CLIENTS:
             raise ProtocolViolation(f"more than {_MOST_CLIENTS} clients")
         self._clients[identity] = client = Client(hub, identity, hello, seat)
         client.group = self._ranks.came(client, hello)
@@ -227,11 +234,12 @@ class ControlLink:
             client.settled(message.refit_id)
             client.post(Refuse(fault(error), message.refit_id))
 
-    def _refuse(self, hub: Hub, identity: bytes, error: PitstopError) -> None:
+    def _refuse(self, hub: Hub, identity: bytes, error: PitstopError, refit_id: str) -> None:
         self.violations += 1
         client = self._clients.get(identity)
         _LOG.warning("%s: %s", "a client" if client is None else client.name, error)
-        hub.send(identity, Refuse(fault(error)))
+        # About one refit if it can be: what is wrong with one is no reason to end the others of that client.
+        hub.send(identity, Refuse(fault(error), refit_id))
         if client is not None:
             client.violations += 1
             if client.violations >= _MOST_VIOLATIONS:

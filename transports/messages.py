@@ -30,12 +30,19 @@ MOST_TENSORS: Final = 1 << 20
 MOST_BYTES: Final = 64 << 20
 """Most bytes of one message: a million tensors are offered in less."""
 
-Name = Annotated[str, Meta(max_length=1024)]
-Text = Annotated[str, Meta(max_length=65536)]
+LONGEST_NAME: Final = 1024
+LONGEST_TEXT: Final = 65536
+MOST_DIMENSIONS: Final = 32
+MOST_HEADERS: Final = 64
+MOST_SECONDS: Final = 1e9
+
+Name = Annotated[str, Meta(max_length=LONGEST_NAME)]
+Text = Annotated[str, Meta(max_length=LONGEST_TEXT)]
 RefitId = Annotated[str, Meta(min_length=1, max_length=64)]
 Path = Annotated[str, Meta(max_length=4096)]
 Natural = Annotated[int, Meta(ge=0, lt=1 << 62)]
-Seconds = Annotated[float, Meta(ge=0)]
+Pid = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Seconds = Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
 Dtype = Literal[
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu",
     "int64", "int32", "int16", "int8", "uint8", "bool",
@@ -67,7 +74,7 @@ class Hello(Struct, frozen=True, tag=True):
 
     protocol: int
     role: Literal["trainer", "receiver"]
-    pid: Natural
+    pid: Pid
     pid_space: Natural
     token: Annotated[str, Meta(max_length=128)] = ""
     rank: Natural = 0
@@ -80,7 +87,7 @@ class Welcome(Struct, frozen=True, tag=True):
 
     protocol: int
     run_id: Name
-    pid: Natural
+    pid: Pid
     pid_space: Natural
     probe: Path
     nonce: Annotated[bytes, Meta(max_length=64)]
@@ -101,7 +108,7 @@ class Row(Struct, frozen=True, array_like=True):
 
     name: Name
     dtype: Dtype
-    shape: Annotated[tuple[Natural, ...], Meta(max_length=32)]
+    shape: Annotated[tuple[Natural, ...], Meta(max_length=MOST_DIMENSIONS)]
 
 
 class Propose(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -115,7 +122,7 @@ class Propose(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     tensors: Annotated[tuple[Row, ...], Meta(max_length=MOST_TENSORS)]
     cast: Literal["inventory"] | None = None
     base_version: Natural | None = None
-    headers: Annotated[dict[Name, Text], Meta(max_length=64)] = {}
+    headers: Annotated[dict[Name, Text], Meta(max_length=MOST_HEADERS)] = {}
     policy: Name | None = None
     deadlines: Annotated[dict[Name, Seconds], Meta(max_length=32)] = {}
     rebase: bool = False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Final
 
-from pitstop.engine.errors import OfferRejected
+from pitstop.engine.errors import EngineClosed, OfferRejected
 from pitstop.transports.memory import HEADROOM, available
 from pitstop.transports.segment import Segment
 
@@ -30,17 +31,53 @@ class Lease:
 
 
 class SegmentPool:
-    """The segments of one fleet: as a rule one, that every refit uses."""
+    """The segments of one fleet: as a rule one, that every refit uses. Thread-safe.
+
+    No lock is held while memory is let go of, which takes its time.
+    """
 
     def __init__(self) -> None:
         self._leases: list[Lease] = []
+        self._lock = Lock()
+        self._closed = False
 
     def take(self, refit_id: str, nbytes: int) -> Lease:
         """Return a lease of a segment of at least `nbytes`.
 
         Raises:
             OfferRejected: there is no memory for it.
+            EngineClosed: the pool was closed.
         """
+        done_with: list[Segment] = []
+        with self._lock:
+            lease = self._again(refit_id, nbytes, done_with)
+        for segment in done_with:
+            segment.close()
+        return lease or self._leased(refit_id, self._fresh(nbytes))
+
+    def again(self, refit_id: str, lease: Lease) -> Lease | None:
+        """Return another lease of the same segment, for somebody who only reads; None if it is used otherwise now."""
+        with self._lock:
+            if lease not in self._leases:
+                return None
+            another = Lease(refit_id, lease.segment)
+            self._leases.append(another)
+            return another
+
+    def holds(self, lease: Lease) -> bool:
+        """Whether a lease's segment still has what was written under it."""
+        with self._lock:
+            return lease in self._leases
+
+    def close(self) -> None:
+        """Let go of every segment, and of one that is just being made. Idempotent."""
+        with self._lock:
+            self._closed = True
+            leases, self._leases = self._leases, []
+        for lease in leases:
+            lease.segment.close()
+
+    def _again(self, refit_id: str, nbytes: int, done_with: list[Segment]) -> Lease | None:
         usable = None
         for segment in {lease.segment for lease in self._leases}:
             holders = [lease for lease in self._leases if lease.segment is segment]
@@ -50,27 +87,21 @@ class SegmentPool:
             if usable is None and all(lease.free for lease in holders) and segment.nbytes >= nbytes:
                 usable = segment
             else:
-                segment.close()
-        return self._leased(refit_id, usable or self._fresh(nbytes))
-
-    def again(self, refit_id: str, lease: Lease) -> Lease | None:
-        """Return another lease of the same segment, for somebody who only reads; None if it is used otherwise now."""
-        return self._leased(refit_id, lease.segment) if self.holds(lease) else None
-
-    def holds(self, lease: Lease) -> bool:
-        """Whether a lease's segment still has what was written under it."""
-        return lease in self._leases
-
-    def close(self) -> None:
-        """Let go of every segment. Idempotent."""
-        for lease in self._leases:
-            lease.segment.close()
-        self._leases.clear()
+                done_with.append(segment)
+        if usable is None:
+            return None
+        lease = Lease(refit_id, usable)
+        self._leases.append(lease)
+        return lease
 
     def _leased(self, refit_id: str, segment: Segment) -> Lease:
         lease = Lease(refit_id, segment)
-        self._leases.append(lease)
-        return lease
+        with self._lock:
+            if not self._closed:
+                self._leases.append(lease)
+                return lease
+        segment.close()
+        raise EngineClosed("the engine was closed while its memory was made ready")
 
     @staticmethod
     def _fresh(nbytes: int) -> Segment:

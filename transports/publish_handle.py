@@ -45,6 +45,7 @@ class PublishHandle:
         self.offered = False
         self.number = 0  #: its publisher's how-manieth it is
         self.cancelled: PitstopError | None = None
+        self.publisher: object = None  #: kept from being collected until the refit has ended
         self._observer: Observer | None = None
         self._future: Future[RefitReport] = Future()
         # Whoever stops waiting for it does not stop it.
@@ -109,3 +110,4 @@ class PublishHandle:
             self._future.set_result(report)
         else:
             self._future.set_exception(RefitFailed("the refit ended without a report"))
+        self.publisher = None

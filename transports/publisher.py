@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+import weakref
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Literal, Self
@@ -21,7 +22,7 @@ from uuid import uuid4
 from pitstop.engine.ports import Guarded, Observer, default_observer
 from pitstop.engine.worker_ports import Offer
 from pitstop.transports.publish_handle import PublishHandle
-from pitstop.transports.reports import judge
+from pitstop.transports.reports import judge, judge_offer
 from pitstop.transports.sources import Publishable, source_of
 from pitstop.transports.trainer_link import TrainerLink
 from pitstop.transports.zmq_link import Rank
@@ -32,11 +33,13 @@ class Publisher:
 
     When the engine dies, closes, or says nothing for too long, open handles fail with `PeerLost` and this publisher is
     over: connect again. With `reconnect` it connects again by itself, as soon as an engine is at that address.
+    One that nobody refers to any more closes itself when the last of its refits has ended.
     """
 
     def __init__(self, link: TrainerLink, observer: Observer | None) -> None:
         self._link = link
         self._observer = default_observer() if observer is None else Guarded(observer)
+        weakref.finalize(self, _abandoned, weakref.ref(link)).atexit = False
 
     @property
     def transport(self) -> str:
@@ -130,10 +133,13 @@ class Publisher:
         """
         wishes = dict(deadlines or {})
         judge(weight_version, cast, policy, wishes)
+        wishes = {name: float(seconds) for name, seconds in wishes.items()}
         source = source_of(what)
         try:
             offer = Offer(uuid4().hex[:16], weight_version, source.specs(), cast, None, dict(headers or {}))
+            judge_offer(offer.tensors, offer.headers)
             handle = PublishHandle(offer, source, policy, wishes, rebase=rebase)
+            handle.publisher = self
             self._link.offer(handle, self._observer)
         except BaseException:
             source.close()
@@ -163,6 +169,12 @@ class Publisher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _abandoned(link: weakref.ref[TrainerLink]) -> None:
+    """End the link of a publisher that was collected. Its thread keeps it until then."""
+    if (alive := link()) is not None:
+        alive.abandon()
 
 
 def _unwanted(connecting: asyncio.Future[Publisher]) -> None:

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
+from numbers import Real
 from typing import Final, cast
 
-from pitstop.engine.errors import InvalidRequest, ProtocolViolation, UnsupportedPolicy
+from pitstop.engine.errors import InvalidRequest, OfferRejected, ProtocolViolation, UnsupportedPolicy
 from pitstop.engine.refit import POLICIES, Outcome, RefitReport, ReplicaReport
 from pitstop.engine.worker_ports import ITEMSIZE, Manifest, Offer, Placed, TensorSpec
 from pitstop.transports.codec import fault, numbers, raised, words
 from pitstop.transports.deadline import BEAT_S, SILENCE_S
-from pitstop.transports.messages import DTYPES, Accept, Dtype, Propose, ReplicaPart, Row, Settled
+from pitstop.transports.messages import (
+    DTYPES,
+    LONGEST_NAME,
+    LONGEST_TEXT,
+    MOST_DIMENSIONS,
+    MOST_HEADERS,
+    MOST_SECONDS,
+    MOST_TENSORS,
+    Accept,
+    Dtype,
+    Propose,
+    ReplicaPart,
+    Row,
+    Settled,
+)
 from pitstop.transports.packing import Slot
 
 WISHES: Final = frozenset(
@@ -131,9 +146,35 @@ def judge(weight_version: int, cast: str | None, policy: str | None, deadlines: 
         raise UnsupportedPolicy(
             f"no such deadline: {', '.join(sorted(unknown))}; there are {', '.join(sorted(WISHES))}"
         )
-    if strange := [name for name, seconds in deadlines.items() if not isinstance(seconds, int | float)]:
-        raise UnsupportedPolicy(f"deadline {strange[0]} is {deadlines[strange[0]]!r}, not a number of seconds")
-    if wrong := [name for name, seconds in deadlines.items() if not seconds > 0 and name != "receive_per_gib"]:
-        raise UnsupportedPolicy(f"deadline {wrong[0]} is {deadlines[wrong[0]]} s, not above 0")
+    for name, seconds in deadlines.items():
+        if not isinstance(seconds, Real) or not 0 <= seconds <= MOST_SECONDS:
+            raise UnsupportedPolicy(
+                f"deadline {name} is {seconds!r}, not a number of seconds from 0 to {MOST_SECONDS:g}"
+            )
+        if not seconds and name != "receive_per_gib":
+            raise UnsupportedPolicy(f"deadline {name} is {seconds} s, not above 0")
     if deadlines.get("silence", SILENCE_S) < 2 * BEAT_S:
         raise UnsupportedPolicy(f"deadline silence is {deadlines['silence']} s; links beat every {BEAT_S} s")
+
+
+def judge_offer(specs: Sequence[TensorSpec], headers: Mapping[str, str]) -> None:
+    """Raise `OfferRejected`, naming the tensor, or `InvalidRequest` for what no message can say."""
+    if len(specs) > MOST_TENSORS:
+        raise OfferRejected(f"{len(specs)} tensors, above {MOST_TENSORS}")
+    for spec in specs:
+        if len(spec.name) > LONGEST_NAME:
+            short = spec.name[:64]
+            raise OfferRejected(
+                f"{short}... has a name of {len(spec.name)} characters, above {LONGEST_NAME}", tensor=short
+            )
+        if len(spec.shape) > MOST_DIMENSIONS:
+            raise OfferRejected(
+                f"{spec.name} has {len(spec.shape)} dimensions, above {MOST_DIMENSIONS}", tensor=spec.name
+            )
+    if len(headers) > MOST_HEADERS:
+        raise InvalidRequest(f"{len(headers)} headers, above {MOST_HEADERS}")
+    for name, value in headers.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise InvalidRequest(f"header {name!r} is {value!r}: both have to be text")
+        if len(name) > LONGEST_NAME or len(value) > LONGEST_TEXT:
+            raise InvalidRequest(f"header {name[:64]} is too long")

@@ -38,6 +38,7 @@ _libc.munmap.argtypes = [c_void_p, c_size_t]
 
 _open: weakref.WeakSet[Segment] = weakref.WeakSet()
 _mapped: dict[int, Callable[[], object]] = {}
+_keeping: weakref.WeakSet[Kept] = weakref.WeakSet()
 
 
 class Segment:
@@ -92,6 +93,7 @@ class Mapping:
 
         fd = _opened(path, os.O_RDWR if mode == "write" else os.O_RDONLY)
         try:
+            self.path: Final = path
             self.key = _key(os.fstat(fd))
             if os.fstat(fd).st_size < nbytes or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise WorkerFailed(f"{path} is not a sealed segment of {nbytes} bytes", operation="attach")
@@ -129,12 +131,16 @@ def _unmap(address: int, nbytes: int) -> None:
 
 
 class Kept:
-    """Mappings that outlive a refit, one an engine. A new segment of the same engine takes the place of the old."""
+    """Mappings that outlive a refit, one an engine. A new segment of the same engine takes the place of the old.
+
+    They go when their engine closes (`forget`), or at the next `take` after it let go of the segment or died.
+    """
 
     def __init__(self, mode: Literal["write", "read"]) -> None:
         self._mode: Final = mode
         self._mappings: dict[str, Mapping] = {}
         self._lock = Lock()
+        _keeping.add(self)
 
     def take(self, engine: str, path: str, nbytes: int, *, fresh: bool = False) -> Mapping:
         """Return a mapping of the segment at `path`, the one of the last refit if that was the same segment.
@@ -145,19 +151,33 @@ class Kept:
         """
         with self._lock:
             known = self._mappings.pop(engine, None)
-            if known is not None and not fresh and known.nbytes >= nbytes:
-                with contextlib.suppress(OSError):
-                    if known.key == _key(os.stat(path)):
-                        self._mappings[engine] = known
-                        return known
-            # The old one has to be gone before the new one is there, or both take memory.
+            if known is not None and not fresh and known.nbytes >= nbytes and known.path == path and _there(known):
+                self._mappings[engine] = known
+                return known
+            # The old ones have to be gone before the new one is there, or both take memory.
             known = None
+            self._mappings = {name: mapping for name, mapping in self._mappings.items() if _there(mapping)}
             self._mappings[engine] = mapping = Mapping(path, nbytes, self._mode)
             return mapping
 
     def drop(self, engine: str) -> None:
         """Forget an engine's mapping; views of it keep it until they go."""
-        self._mappings.pop(engine, None)
+        with self._lock:
+            mapping = self._mappings.pop(engine, None)
+        del mapping  # unmapped here, not under the lock
+
+
+def forget(engine: str) -> None:
+    """Have every `Kept` of this process forget an engine, which has closed."""
+    for kept in list(_keeping):
+        kept.drop(engine)
+
+
+def _there(mapping: Mapping) -> bool:
+    """Whether its segment is still where it was."""
+    with contextlib.suppress(OSError):
+        return mapping.key == _key(os.stat(mapping.path))
+    return False
 
 
 class Probe:

@@ -1,7 +1,8 @@
 """What a client may say when: the engine's view of one peer. Pure; the reader of the link asks it first.
 
 trainer    per refit   OFFERED --Accept--> SENDING --Sent or Faulted--> DONE --Settled--> forgotten
-receiver               WELCOME --attached--> ATTACHED --landed or failed--> OVER --LetGo--> GONE
+receiver               WELCOME --attached--> ATTACHED --landed or failed--> OVER --LetGo--> GONE, which is forgotten
+                       a failure that holds nothing is GONE at once
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ class Session:
             raise ProtocolViolation(f"a receiver that is {self.step.value} reports {message.kind}")
         if (message.kind == "failed") != (message.error is not None):
             raise ProtocolViolation(f"a report of {message.kind} {'with' if message.error else 'without'} an error")
-        self.step = Step.ATTACHED if message.kind == "attached" else Step.OVER
+        ended = Step.GONE if message.kind == "failed" and not message.holds else Step.OVER
+        self.step = Step.ATTACHED if message.kind == "attached" else ended
         return True
 
 

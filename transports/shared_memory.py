@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 from collections.abc import AsyncIterator, Sequence
 from time import monotonic
 from typing import Final, Literal
@@ -23,6 +24,7 @@ from pitstop.transports.messages import Cancel, LetGo, Noted, Report, Seal
 from pitstop.transports.pool import Lease, SegmentPool
 from pitstop.transports.receiver import SegmentReceiver
 from pitstop.transports.replay import Replay
+from pitstop.transports.segment import forget
 
 __all__ = ["SegmentReceiver", "SharedMemoryTransport"]
 
@@ -57,7 +59,7 @@ class SharedMemoryTransport:
         placed, nbytes = await asyncio.to_thread(place, [row.spec for row in manifest.rows])
         replay = self._replays.pop(offer.refit_id, None)
         if replay is None:
-            lease = await asyncio.to_thread(self._pool.take, offer.refit_id, nbytes)
+            lease = await self._taken(offer.refit_id, nbytes)
         else:
             again = self._pool.again(offer.refit_id, replay)
             if again is None:
@@ -130,11 +132,27 @@ class SharedMemoryTransport:
         self._sealed = None
         self._replays.clear()
         self._pool.close()
+        # In a thread: this may run on a loop that others use, and unmapping a model takes its time.
+        threading.Thread(target=forget, args=(self._link.address,), name="pitstop-forget", daemon=True).start()
+
+    async def _taken(self, refit_id: str, nbytes: int) -> Lease:
+        taking = asyncio.get_running_loop().run_in_executor(None, self._pool.take, refit_id, nbytes)
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            # The thread goes on, and what it takes would be nobody's: nobody would ever say that it is over.
+            taking.add_done_callback(_given_back)
+            raise
 
     def _tick(self) -> None:
         for refit in self._refits.values():
             for seat in refit.seats.values():
                 seat.tick()
+
+
+def _given_back(taking: asyncio.Future[Lease]) -> None:
+    if not taking.cancelled() and taking.exception() is None:
+        taking.result().over = True
 
 
 class _Refit:

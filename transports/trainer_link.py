@@ -24,6 +24,7 @@ from pitstop.transports.packing import checked
 from pitstop.transports.publish_handle import PublishHandle
 from pitstop.transports.reports import accepted, propose
 from pitstop.transports.segment import Kept
+from pitstop.transports.session import MOST_OPEN
 from pitstop.transports.zmq_link import Rank
 
 _LOG: Final = logging.getLogger(__name__)
@@ -87,6 +88,10 @@ class TrainerLink:
         if threading.current_thread() is not self.thread:
             self.thread.join(5.0)
 
+    def abandon(self) -> None:
+        """End it within a beat. Called while garbage is collected, so anywhere: takes no lock and wakes nobody."""
+        self._closing = True
+
     def _run(self) -> None:
         ended: PitstopError = EngineClosed("the publisher was closed before the refit ended")
         try:
@@ -114,6 +119,7 @@ class TrainerLink:
             with contextlib.suppress(PitstopError):
                 self._farewell()
             self._line.close()
+            self._kept.drop(self._line.address)
 
     def _connect(self, seconds: float) -> None:
         self._line, welcome, self.transport = connected(self._address, seconds, self._rank)
@@ -148,7 +154,10 @@ class TrainerLink:
 
     def _serve(self, seconds: float) -> None:
         """Say what there is to say, hear what the engine says."""
-        while self._new:
+        # No more than the engine takes of one client: the rest waits here, in order, until some have ended.
+        room = MOST_OPEN - sum(handle.offered for handle in self._open_handles()) if self._new else 0
+        while self._new and room > 0:
+            room -= 1
             handle = self._new.popleft()
             handle.offered = True
             try:

@@ -80,7 +80,7 @@ def pidfd(pid: int, space: int) -> int | None:
         return os.pidfd_open(pid)
     except ProcessLookupError:
         raise PeerLost(f"process {pid} is dead", peer=f"process {pid}") from None
-    except OSError:
+    except (OSError, OverflowError):
         return None
 
 
