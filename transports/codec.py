@@ -29,7 +29,7 @@ _FROM_CLIENT: Final[msgspec.msgpack.Decoder[FromClient]] = msgspec.msgpack.Decod
 _FROM_ENGINE: Final[msgspec.msgpack.Decoder[FromEngine]] = msgspec.msgpack.Decoder(FromEngine)
 _ABOUT: Final = msgspec.msgpack.Decoder(_Offering | _Joining)
 _UNDECODABLE: Final = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError, MemoryError)
-_LARGE: Final = 1 << 63
+_LEAST, _LARGEST = -(1 << 63), (1 << 64) - 1
 _MESSAGE, _TRACEBACK, _FIELD = 16384, 32768, 4096
 
 
@@ -95,7 +95,7 @@ def fault(error: BaseException) -> Fault:
 def _plain(value: str | int | float | None) -> str | int | float | None:
     if isinstance(value, str):
         return _utf8(value[:_FIELD])
-    return str(value) if isinstance(value, int) and abs(value) >= _LARGE else value
+    return str(value) if isinstance(value, int) and not _LEAST <= value <= _LARGEST else value
 
 
 def _utf8(text: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
-from pitstop.engine.errors import PeerLost, PitstopError, ProtocolViolation, RemoteError
+from pitstop.engine.errors import EngineClosed, NotServing, PeerLost, PitstopError, ProtocolViolation, RemoteError
 from pitstop.transports.address import listening
 from pitstop.transports.client import Client, Seat
 from pitstop.transports.codec import fault, from_client
@@ -93,6 +93,7 @@ class ControlLink:
         self._wake = asyncio.Event()
         self._bound = asyncio.Event()
         self._beaten = 0.0
+        self._taken = False
 
     async def ready(self) -> None:
         """Return when clients can connect."""
@@ -227,12 +228,22 @@ class ControlLink:
             offer = await asyncio.to_thread(offered, message) if many else offered(message)
             sending = RemoteSending(offer, client, message.policy, message.deadlines, rebase=message.rebase)
             client.sendings[message.refit_id] = sending
-            self._on_offer(sending)
+            try:
+                self._on_offer(sending)
+            except EngineClosed:
+                raise self._not_open() from None
+            self._taken = True
         except Exception as failure:  # noqa: BLE001 - the reader serves everybody, whatever one offer does to its taker
             error = failure if isinstance(failure, PitstopError) else RemoteError(f"the offer failed: {failure!r}")
             _LOG.warning("an offer of %s was refused: %s", client.name, error)
             client.settled(message.refit_id)
             client.post(Refuse(fault(error), message.refit_id))
+
+    def _not_open(self) -> PitstopError:
+        """What an engine's complaint about its own user means to a trainer."""
+        if self._taken:
+            return EngineClosed("the engine is being closed")
+        return NotServing("the engine is still starting (or is being closed): publish again when it serves")
 
     def _refuse(self, hub: Hub, identity: bytes, error: PitstopError, refit_id: str) -> None:
         self.violations += 1

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Final, Literal
 from uuid import uuid4
 
@@ -40,6 +42,58 @@ def memory_sending(
     source = source_of(what)
     offer = Offer(refit_id or uuid4().hex, weight_version, source.specs(), cast, None, dict(headers or {}))
     return MemorySending(offer, source, observer)
+
+
+async def checkpoint_sending(
+    path: str | os.PathLike[str],
+    *,
+    seconds: float,
+    weight_version: int,
+    cast: Literal["inventory"] | None = None,
+    headers: Mapping[str, str] | None = None,
+    refit_id: str | None = None,
+    observer: Observer | None = None,
+) -> MemorySending:
+    """`memory_sending` of a checkpoint, opened in a thread of its own that is left behind if a file system hangs.
+
+    Raises:
+        DeadlineExceeded: it was not open within `seconds`. Should it ever be, it is closed.
+        CheckpointUnreadable: see `sources.source_of`.
+    """
+    opened: Future[MemorySending] = Future()
+    opened.set_running_or_notify_cancel()
+
+    def opening() -> None:
+        try:
+            opened.set_result(
+                memory_sending(
+                    path, weight_version=weight_version, cast=cast, headers=headers, refit_id=refit_id,
+                    observer=observer,
+                )
+            )  # fmt: skip
+        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+            opened.set_exception(error)
+
+    # Not the loop's executor: see `send`.
+    threading.Thread(target=opening, name="pitstop-open", daemon=True).start()
+    waiting = asyncio.wrap_future(opened)
+    waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it any more
+    try:
+        async with asyncio.timeout(seconds):
+            return await asyncio.shield(waiting)
+    except TimeoutError:
+        opened.add_done_callback(_unwanted)
+        raise DeadlineExceeded(
+            f"{os.fspath(path)} could not be opened within {seconds:g} s", phase="open", seconds=seconds
+        ) from None
+    except asyncio.CancelledError:
+        opened.add_done_callback(_unwanted)
+        raise
+
+
+def _unwanted(opened: Future[MemorySending]) -> None:
+    if opened.exception() is None:
+        opened.result().dropped()
 
 
 class MemorySending:
@@ -113,6 +167,10 @@ class MemorySending:
 
     async def settled(self, report: RefitReport) -> None:
         """See `Sending.settled`."""
+        self.dropped()
+
+    def dropped(self) -> None:
+        """Stop reading, and close what nobody has begun to read. Idempotent."""
         self._stop.set()
         source, self._source = self._source, None
         if source is not None:

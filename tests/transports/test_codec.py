@@ -28,6 +28,7 @@ from pitstop.transports.reports import WISHES, offered, propose, reported, settl
 text = st.text(max_size=30)
 ids = st.text("0123456789abcdef", min_size=1, max_size=64)
 natural = st.integers(0, (1 << 62) - 1)
+pids = st.integers(0, (1 << 31) - 1)
 seconds = st.floats(0, 1e6)
 number = st.floats(allow_nan=False)
 scalars = text | st.integers(-(1 << 63), (1 << 64) - 1) | number | st.none()
@@ -43,7 +44,7 @@ parts = st.builds(
     st.none() | faults,
 )
 from_clients = st.one_of(
-    st.builds(m.Hello, st.integers(0, 9), st.sampled_from(["trainer", "receiver"]), natural, natural, text),
+    st.builds(m.Hello, st.integers(0, 9), st.sampled_from(["trainer", "receiver"]), pids, natural, text),
     st.builds(
         m.Propose, ids, natural, st.lists(rows, max_size=5).map(tuple), st.sampled_from([None, "inventory"]),
         st.none() | natural, st.dictionaries(text, text, max_size=3), st.none() | text,
@@ -61,7 +62,7 @@ from_clients = st.one_of(
 )  # fmt: skip
 from_engines = st.one_of(
     st.builds(
-        m.Welcome, st.integers(0, 9), text, natural, natural, text, st.binary(max_size=32),
+        m.Welcome, st.integers(0, 9), text, pids, natural, text, st.binary(max_size=32),
         st.lists(text, max_size=3).map(tuple), st.none() | natural, natural,
     ),
     st.builds(m.Refuse, faults, ids),

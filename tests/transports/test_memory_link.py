@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from pitstop.engine.errors import CheckpointUnreadable, DeadlineExceeded, LocalError, OfferRejected, WorkerFailed
 from pitstop.engine.ports import NullObserver, Work
 from pitstop.engine.refit import route
-from pitstop.transports.memory_link import memory_sending
+from pitstop.transports.memory_link import checkpoint_sending, memory_sending
 from pitstop.transports.pool import WRITING
 from pitstop.transports.sources import TensorSource
 from tests.transports.children import Worker, sha
@@ -123,3 +124,40 @@ async def test_a_send_is_observed_as_part_of_the_refit(tmp_path: Path) -> None:
         sending = memory_sending(weights(1), weight_version=1, refit_id="x", observer=recorder)
         await engine.refit(sending, [Worker()])
     assert recorder.said == ["send_weights", "send_weights:x", "refit:x", "send_weights:x", None]
+
+
+@pytest.mark.parametrize("how", ["too late", "cancelled"])
+async def test_a_checkpoint_on_a_file_system_that_hangs_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    go_on, closed = threading.Event(), threading.Event()
+
+    class Hung(TensorSource):
+        def __init__(self, path: object) -> None:
+            go_on.wait(20)
+            super().__init__(weights(1).items())
+
+        def close(self) -> None:
+            closed.set()
+
+    monkeypatch.setattr("pitstop.transports.sources.CheckpointSource", Hung)
+    opening = asyncio.ensure_future(checkpoint_sending(tmp_path, seconds=0.2, weight_version=1))
+    if how == "cancelled":
+        await asyncio.sleep(0.05)
+        opening.cancel()
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded if how == "too late" else asyncio.CancelledError):
+        await opening
+    assert time.monotonic() - began < 2
+    # What comes too late is closed.
+    go_on.set()
+    assert await asyncio.to_thread(closed.wait, 5)
+
+
+async def test_a_checkpoint_is_opened_in_a_thread_and_says_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointUnreadable):
+        await checkpoint_sending(tmp_path, seconds=5, weight_version=1)
+    await asyncio.to_thread(save_file, weights(4), tmp_path / "model.safetensors")
+    sending = await checkpoint_sending(tmp_path, seconds=5, weight_version=4, refit_id="x")
+    assert (sending.offer.refit_id, len(sending.offer.tensors)) == ("x", len(weights(4)))
+    sending.dropped()
