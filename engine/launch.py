@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import anyio.to_thread
-
 from pitstop.engine.errors import UnsupportedPolicy, names
 from pitstop.engine.fleet import Fleet
 from pitstop.engine.handle import RefitHandle
@@ -172,7 +170,7 @@ class RolloutEngine(Fleet):
             A handle; awaiting it gives the report, or raises what kept every replica from the version
             (`OfferRejected` and its kinds before anything was suspended, `DigestMismatch`, `PeerLost`, ...).
         """
-        from pitstop.transports.memory_link import memory_sending
+        from pitstop.transports.memory_link import checkpoint_sending, memory_sending
         from pitstop.transports.reports import WISHES, judge
 
         self._must_be_open()
@@ -188,12 +186,14 @@ class RolloutEngine(Fleet):
             path = Path(source)
 
             async def make() -> Sending:
-                # Abandoned with its deadline: a file system that hangs must not hold the engine.
-                return await anyio.to_thread.run_sync(
-                    lambda: memory_sending(
-                        path, weight_version=weight_version, cast=cast, headers=said, refit_id=refit_id
-                    ),
-                    abandon_on_cancel=True,
+                # In a thread that is left behind with its deadline: a file system that hangs must not hold the engine.
+                return await checkpoint_sending(
+                    path,
+                    seconds=options.deadlines.receive,
+                    weight_version=weight_version,
+                    cast=cast,
+                    headers=said,
+                    refit_id=refit_id,
                 )
         else:
             # Now, not later: a generator belongs to the caller, and errors in it are the caller's.
