@@ -31,7 +31,7 @@ from pitstop.engine.lifecycle import Phase
 from pitstop.engine.ports import Backend, Booted, Guarded, Observer, Renderer, Scalar, Sending, Transport
 from pitstop.engine.refit import Deadlines, Policy, RefitOptions, RefitReport
 from pitstop.engine.replica import SETTLED, Replica
-from pitstop.engine.request import Completion, Prompt, SamplingParams
+from pitstop.engine.request import Completion, Life, Prompt, SamplingParams
 from pitstop.engine.router import Router
 from pitstop.engine.stream import Completions, Stream
 from pitstop.engine.worker_ports import WorkerOp
@@ -255,7 +255,8 @@ class Fleet:
 
     def abort(self, request_id: str | None = None) -> int:
         """End one request, or all, with what they have, in an engine or waiting; return how many that were."""
-        chosen = [f for f in list(self._intake.flights.values()) if request_id in (None, f.request_id)]
+        under_way = [f for f in list(self._intake.flights.values()) if f.life.life is not Life.ENDED]
+        chosen = [f for f in under_way if request_id in (None, f.request_id)]
         for flight in chosen:
             flight.cut()
         return len(chosen)

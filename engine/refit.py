@@ -27,6 +27,7 @@ Policy = Literal["keep", "recompute", "wait", "abort"]
 POLICIES: Final[tuple[Policy, ...]] = ("keep", "recompute", "wait", "abort")
 
 _GIB: Final = 1 << 30
+_FOREVER: Final = 1e7  # seconds: nothing waits for ever, and what is longer than this is meant as for ever
 _WRAPPERS: Final = frozenset(
     {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
 )
@@ -53,8 +54,10 @@ class Deadlines:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if not getattr(self, item.name) > 0 and item.name != "receive_per_gib":
-                raise UnsupportedPolicy(f"deadline {item.name} is {getattr(self, item.name)} s, not above 0")
+            seconds = getattr(self, item.name)
+            least = 0 if item.name == "receive_per_gib" else 1e-9
+            if not least <= seconds < _FOREVER:
+                raise UnsupportedPolicy(f"deadline {item.name} is {seconds} s, not above 0 and below {_FOREVER:g}")
 
     def receiving(self, nbytes: int) -> float:
         """Limit for receiving `nbytes`."""

@@ -429,6 +429,7 @@ async def test_abort_reaches_a_request_that_waits_for_admission() -> None:
         await asyncio.sleep(0.01)
         assert engine.abort() == 1
         assert (await asyncio.wait_for(waiting, 5)).finish_reason == "abort"
+        assert engine.abort() == 0
         await handle
 
 

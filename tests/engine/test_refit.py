@@ -95,8 +95,9 @@ def test_wrapper_pieces_anywhere_in_a_name_are_stripped(data: st.DataObject) -> 
 
 
 def test_deadlines_must_be_positive_and_policies_known() -> None:
-    with pytest.raises(errors.UnsupportedPolicy):
-        Deadlines(suspend=0)
+    for wrong in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(errors.UnsupportedPolicy):
+            Deadlines(suspend=wrong)
     with pytest.raises(errors.UnsupportedPolicy, match="keep, recompute, wait, abort"):
         RefitOptions(policy="migrate")  # type: ignore[arg-type]
     assert Deadlines().receiving(2 << 30) == 122.0
