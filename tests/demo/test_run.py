@@ -22,7 +22,11 @@ from pitstop.engine.rundir import clear_dead
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
 TAG = "PITSTOP_DEMO_TEST"
-CODE = "import sys; from pitstop.engine.demo import run; sys.exit(run(sys.argv[1:]))"
+# A shell starts what it puts into the background with interrupts ignored, and so they would be ignored here.
+CODE = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from pitstop.engine.demo import run; sys.exit(run(sys.argv[1:]))"
+)
 
 
 class Demo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 
 from pitstop.engine import RolloutEngine, SamplingParams
@@ -20,4 +21,6 @@ async def main(model: str) -> None:
 
 
 if __name__ == "__main__":
+    # A shell starts what it puts into the background with interrupts ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     asyncio.run(main(sys.argv[1]))

@@ -82,6 +82,9 @@ def test_a_killed_owner_leaves_no_process_and_no_folder(checkpoint: Checkpoint, 
             assert not folder.exists()
         finally:
             second.send_signal(signal.SIGINT)
-            assert second.wait(20) is not None
-            assert second.stdout is not None
-            second.stdout.close()
+            try:
+                second.wait(20)
+            finally:
+                second.kill()
+                assert second.stdout is not None
+                second.stdout.close()
