@@ -6,13 +6,14 @@ import asyncio
 
 import pytest
 
-from pitstop.engine.errors import IllegalEvent, NotServing
+from pitstop.engine.errors import CacheResetRefused, IllegalEvent, NotServing
 from pitstop.engine.gate import Gate
 from pitstop.engine.ledger import Commit, Ledger
-from pitstop.engine.request import SamplingParams
-from pitstop.engine.simulated import SimulatedBackend
+from pitstop.engine.lifecycle import Phase
+from pitstop.engine.request import Request, SamplingParams
+from pitstop.engine.simulated import SimulatedBackend, SimulatedLeg
 from pitstop.engine.worker_ports import WorkerOp, WorkerReply
-from tests.engine.sim import SimFleet
+from tests.engine.sim import SimFleet, expected
 
 
 def test_a_closed_gate_gives_no_lease() -> None:
@@ -88,3 +89,34 @@ async def test_twenty_submitters_and_two_hundred_refits_never_meet_in_a_write() 
         await asyncio.gather(*tasks)
         assert backend.offences == 0
         assert served > 200
+
+
+class _SlowDoor(SimulatedBackend):
+    """Takes its time to accept a request."""
+
+    async def submit(self, request: Request) -> SimulatedLeg:
+        await asyncio.sleep(0.05)
+        return await super().submit(request)
+
+
+async def test_a_refit_waits_for_a_request_that_is_on_its_way_into_the_engine() -> None:
+    async with SimFleet([_SlowDoor()]) as engine:
+        request = asyncio.create_task(engine.generate([1], SamplingParams(max_tokens=5)))
+        await asyncio.sleep(0.01)
+        await engine.refit_to(1)
+        done = await request
+        assert list(done.token_ids) == expected([1], done.spans)
+
+
+class _KeepsItsCache(SimulatedBackend):
+    """Answers a cache reset with no."""
+
+    async def reset_cache(self) -> bool:
+        return False
+
+
+async def test_an_engine_that_refuses_a_cache_reset_does_not_serve_the_new_version() -> None:
+    async with SimFleet([_KeepsItsCache()]) as engine:
+        with pytest.raises(CacheResetRefused):
+            await engine.refit_to(1)
+        assert engine.phase() is Phase.QUARANTINED
