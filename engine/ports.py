@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from pitstop.engine.request import Message, Piece, Request
 from pitstop.engine.worker_ports import (
     Inventory,
     Manifest,
+    Mode,
     Offer,
     Progress,
     Ticket,
@@ -148,13 +149,23 @@ class Transport(Protocol):
     name: str
 
     async def plan(
-        self, offer: Offer, manifest: Manifest, receivers: Sequence[WorkerLayout], limits: tuple[float, float]
+        self,
+        offer: Offer,
+        manifest: Manifest,
+        receivers: Sequence[WorkerLayout],
+        limits: tuple[float, float],
+        mode: Mode = "auto",
     ) -> Sequence[Ticket]:
         """Make room for what comes and return one ticket a receiver. `limits`: receive and silence, in seconds.
+
+        All tickets are of one kind: the same buffer, all `in_place` or none.
 
         Raises:
             OfferRejected: there is no room; nothing was changed.
         """
+
+    def ring(self, refit_id: str) -> Ring | None:
+        """Return what a sender paces itself by, if the tickets of this refit have slots."""
 
     async def seal(self, trailer: Trailer) -> None:
         """Everything was sent: let the receivers prove what they have against the digests."""
@@ -175,13 +186,34 @@ class Transport(Protocol):
         """
 
 
+class Ring(Protocol):
+    """The pace of one ring: how many buckets have been written, and how many every reader is done with.
+
+    Called and calling on the event loop. Bucket n lies in slot n modulo `Ticket.slots`; it may be written once
+    `drained` is above n - slots. Readers that fail, die or take too long no longer count.
+    """
+
+    drained: int
+
+    def lent(self, handle: bytes, nbytes: int) -> None:
+        """The trainer lends `nbytes` of its GPU's memory as the ring, under this handle."""
+
+    def filled(self, buckets: int) -> None:
+        """That many buckets have been written, from the first on."""
+
+    def on_drained(self, call: Callable[[int], None]) -> None:
+        """Have `call` told whenever `drained` grows."""
+
+
 class Sending(Protocol):
     """The far end of one offer: a trainer, here or in another process."""
 
     offer: Offer
 
-    async def send(self, manifest: Manifest, tickets: Sequence[Ticket]) -> Trailer:
+    async def send(self, manifest: Manifest, tickets: Sequence[Ticket], ring: Ring | None = None) -> Trailer:
         """Have the content written to where the tickets say; return its digests when the source is free again.
+
+        With a `ring` it is called when every receiver that will ever take part has attached (or failed).
 
         Raises:
             PeerLost, WorkerFailed, CheckpointUnreadable: the trainer died, went silent or failed.

@@ -21,7 +21,7 @@ from pitstop.engine.errors import (
     names,
     near,
 )
-from pitstop.engine.worker_ports import Inventory, Manifest, Offer, Routed, TensorSpec, Trailer
+from pitstop.engine.worker_ports import MODES, Inventory, Manifest, Mode, Offer, Routed, TensorSpec, Trailer
 
 Policy = Literal["keep", "recompute", "wait", "abort"]
 POLICIES: Final[tuple[Policy, ...]] = ("keep", "recompute", "wait", "abort")
@@ -71,15 +71,19 @@ class RefitOptions:
     `keep`: they continue on their old KV cache. `recompute`: they continue, their KV cache is rebuilt under the
     new weights. `wait`: they finish first. `abort`: they end with what they have.
     `rebase`: the version need not be above the committed one, and later versions are counted from it.
+    `mode`: where the version is received (`worker_ports.MODES`). What fails in place leaves a replica QUARANTINED.
     """
 
     policy: Policy = "recompute"
     deadlines: Deadlines = field(default_factory=Deadlines)
     rebase: bool = False
+    mode: Mode = "auto"
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise UnsupportedPolicy(f"policy {self.policy!r} is not one of {', '.join(POLICIES)}")
+        if self.mode not in MODES:
+            raise UnsupportedPolicy(f"mode {self.mode!r} is not one of {', '.join(MODES)}")
 
     def with_deadlines(self, **seconds: float) -> RefitOptions:
         """Return a copy with some deadlines changed."""

@@ -16,12 +16,13 @@ from typing import Final, Literal
 from uuid import uuid4
 
 from pitstop.engine.errors import PitstopError, RemoteError, ReplicaDied
-from pitstop.engine.ports import Booted
+from pitstop.engine.ports import Booted, Ring
 from pitstop.engine.refit import Policy, RefitReport
 from pitstop.engine.request import FinishReason, Piece, Request
 from pitstop.engine.worker_ports import (
     Inventory,
     Manifest,
+    Mode,
     Offer,
     Progress,
     TensorSpec,
@@ -363,7 +364,12 @@ class SimulatedTransport:
         return SimulatedSending(replace(self._last, refit_id=uuid4().hex))
 
     async def plan(
-        self, offer: Offer, manifest: Manifest, receivers: Sequence[WorkerLayout], limits: tuple[float, float]
+        self,
+        offer: Offer,
+        manifest: Manifest,
+        receivers: Sequence[WorkerLayout],
+        limits: tuple[float, float],
+        mode: Mode = "auto",
     ) -> Sequence[Ticket]:
         """See `Transport.plan`."""
         self._progress[offer.refit_id] = asyncio.Queue()
@@ -377,6 +383,9 @@ class SimulatedTransport:
             )
             for layout in receivers
         ]  # fmt: skip
+
+    def ring(self, refit_id: str) -> Ring | None:
+        """See `Transport.ring`."""
 
     def receiver(self, ticket: Ticket, backend: SimulatedBackend) -> None:
         """A worker began to receive."""
@@ -426,7 +435,7 @@ class SimulatedSending:
         self.script = script or Script()
         self._told = told
 
-    async def send(self, manifest: Manifest, tickets: Sequence[Ticket]) -> Trailer:
+    async def send(self, manifest: Manifest, tickets: Sequence[Ticket], ring: Ring | None = None) -> Trailer:
         """See `Sending.send`."""
         await asyncio.sleep(0)
         fault = self.script.next("send")

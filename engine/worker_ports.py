@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from pitstop.engine.errors import ErrorRecord
 
@@ -22,6 +22,11 @@ ITEMSIZE = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 """Bytes of one element by torch's dtype name (without the `torch.` prefix)."""
+
+Mode = Literal["auto", "staged", "in_place"]
+MODES: Final[tuple[Mode, ...]] = ("auto", "staged", "in_place")
+"""Where a version is received: in spare memory, while the replica serves, and proven there before it is suspended;
+or straight into the live parameters of a suspended replica. `auto`: staged if there is memory for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,7 @@ class Offer:
 
     `cast` is None (dtypes must equal the inventory's) or "inventory" (floating-point tensors are cast to the
     inventory's dtypes on the trainer's side, before they travel). `headers` carry the W3C trace context.
+    `device` is the one GPU on which all tensors lie, as `cuda:<uuid>`; empty for host memory, or several.
     """
 
     refit_id: str
@@ -64,6 +70,7 @@ class Offer:
     cast: Literal["inventory"] | None = None
     base_version: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    device: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +112,11 @@ class Trailer:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLayout:
-    """Where one worker rank lives and what it can receive into."""
+    """Where one worker rank lives and what it can receive into.
+
+    `device` is torch's name of it; `device_id` names a GPU to other processes, as `cuda:<uuid>`. `spare_nbytes` of
+    its memory were free when the rank was asked.
+    """
 
     replica: str
     incarnation: int
@@ -113,6 +124,8 @@ class WorkerLayout:
     world_size: int
     pid: int
     device: str
+    device_id: str = ""
+    spare_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +144,11 @@ class Ticket:
     packages or declared entry points. `buffer` is the path and `nbytes` the size of the shared segment,
     `address` is where progress is reported, `token` proves to that address that the reporter was asked to.
     Times are seconds.
+
+    With `slots` the buffer is a ring of that many, of `slot_nbytes` each, and what travels is cut into buckets
+    (`transports.buckets`); without, it holds the whole version, at the offsets of `tensors`. `device` names the GPU
+    (`cuda:<uuid>`) on which the trainer lends the ring; then there is no path. `in_place`: the replica is suspended
+    and each tensor goes to the sink as soon as it has come, unproven.
     """
 
     refit_id: str
@@ -145,6 +163,10 @@ class Ticket:
     token: str
     receive_s: float
     silence_s: float
+    slots: int = 0
+    slot_nbytes: int = 0
+    device: str = ""
+    in_place: bool = False
 
 
 ProgressKind = Literal["attached", "landed", "failed"]
@@ -154,8 +176,9 @@ ProgressKind = Literal["attached", "landed", "failed"]
 class Progress:
     """One step of one worker rank in one refit.
 
-    `attached`: the rank has mapped the buffer. `landed`: every tensor is in its hands and proven against the
-    trailer, and the sink holds it. `failed`: it gave up, for `error`; no live byte changed.
+    `attached`: the rank is ready to receive. `landed`: every tensor is in its hands and proven against the
+    trailer, and the sink holds it. `failed`: it gave up, for `error`; no live byte changed unless the ticket said
+    `in_place`, and then the sink knows (`WorkerReply.touched`).
     """
 
     refit_id: str
@@ -210,7 +233,12 @@ class WeightSink(Protocol):
     """The backend's side inside a worker: knows the model, knows no sockets."""
 
     def landed(self, bucket: Bucket) -> None:
-        """Take over proven tensors, from a receiver's thread. They stay valid until `release`."""
+        """Take over tensors, from a receiver's thread. They stay valid until `release`.
+
+        With an `in_place` ticket it is called for one group of tensors after the other, in any order, each tensor
+        once: they are not proven yet, lie in memory that nobody else writes to, and go into the live parameters at
+        once. Otherwise it is called when all are proven. What it raises ends the receiver, which reports it.
+        """
 
     def apply(self) -> None:
         """Put what landed into the live parameters. Called between engine steps, on the worker's main thread."""

@@ -13,7 +13,7 @@ from typing import Final, Literal
 from uuid import uuid4
 
 from pitstop.engine.errors import DeadlineExceeded, LocalError, PitstopError, WorkerFailed
-from pitstop.engine.ports import NullObserver, Observer, Work
+from pitstop.engine.ports import NullObserver, Observer, Ring, Work
 from pitstop.engine.refit import RefitReport
 from pitstop.engine.worker_ports import Manifest, Offer, Ticket, Trailer
 from pitstop.transports.packing import Slot, Source
@@ -108,7 +108,7 @@ class MemorySending:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    async def send(self, manifest: Manifest, tickets: Sequence[Ticket]) -> Trailer:
+    async def send(self, manifest: Manifest, tickets: Sequence[Ticket], ring: Ring | None = None) -> Trailer:
         """See `Sending.send`. Ends soon when cancelled; the source is not read any more then.
 
         Raises:

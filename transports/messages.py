@@ -7,6 +7,9 @@ A client (a trainer's publisher, or a receiver in a worker) opens with `Hello` a
     Propose  -------------------------------> on_offer
              <------------------------------- Accept                                  Hello with the ticket's token
     (packs)                                                                           Report "attached"
+    Lend     -------------------------------> Lend ---------------------------------> (maps a ring on a GPU)
+    Filled   -------------------------------> Filled -------------------------------> (takes buckets out of a ring)
+             <------------------------------- Drained <------------------------------ Drained
     Sent     -------------------------------> Seal ---------------------------------> (proves)
                                                     <-------------------------------- Report "landed", "failed"
                                               Noted --------------------------------> (keeps the link open)
@@ -14,7 +17,9 @@ A client (a trainer's publisher, or a receiver in a worker) opens with `Hello` a
              <------------------------------- Settled
 
 `Cancel` goes to whoever has to give up; `Faulted` comes from a trainer that cannot go on, and answers a `Cancel`.
-Fields that end in `_s` are seconds. Digests, offsets and row numbers are packed little-endian.
+`Lend`, `Filled` and `Drained` exist only where the ticket has slots; the last two count buckets from the first on, so
+that one may stand for several. Fields that end in `_s` are seconds. Digests, offsets and row numbers are packed
+little-endian.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 """Changes whenever two versions of this file could not talk to each other."""
 
 MOST_TENSORS: Final = 1 << 20
@@ -34,12 +39,14 @@ LONGEST_NAME: Final = 1024
 LONGEST_TEXT: Final = 65536
 MOST_DIMENSIONS: Final = 32
 MOST_HEADERS: Final = 64
+MOST_SLOTS: Final = 1024
 MOST_SECONDS: Final = 1e9
 
 Name = Annotated[str, Meta(max_length=LONGEST_NAME)]
 Text = Annotated[str, Meta(max_length=LONGEST_TEXT)]
 RefitId = Annotated[str, Meta(min_length=1, max_length=64)]
 Path = Annotated[str, Meta(max_length=4096)]
+Device = Annotated[str, Meta(max_length=64)]
 Natural = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Pid = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Seconds = Annotated[float, Meta(ge=0, le=MOST_SECONDS)]
@@ -112,7 +119,7 @@ class Row(Struct, frozen=True, array_like=True):
 
 
 class Propose(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A trainer's offer. `policy` and `deadlines` are wishes for this refit; unset ones are the engine's.
+    """A trainer's offer. `policy`, `mode` and `deadlines` are wishes for this refit; unset ones are the engine's.
 
     `rebase`: the trainer has begun its count of versions anew. `number`: its how-manieth publish this is, from 0.
     """
@@ -127,6 +134,8 @@ class Propose(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     deadlines: Annotated[dict[Name, Seconds], Meta(max_length=32)] = {}
     rebase: bool = False
     number: Natural = 0
+    mode: Name | None = None
+    device: Device = ""
 
 
 class Join(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -142,7 +151,11 @@ class Join(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Accept(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Write row n of the offer, `indices[n]`, as `dtypes[n]` at `offsets[n]` of the buffer."""
+    """Write row n of the offer, `indices[n]`, as `dtypes[n]` at `offsets[n]` of the buffer.
+
+    With `slots` the buffer is a ring of them, of `slot_nbytes` each, and both sides cut the rows into the same buckets
+    (`transports.buckets`); `offsets` are empty then. With a `device` the trainer lends the ring there.
+    """
 
     refit_id: RefitId
     buffer: Path
@@ -151,6 +164,31 @@ class Accept(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     dtypes: Annotated[bytes, Meta(max_length=MOST_TENSORS)]
     offsets: Words
     silence_s: Seconds
+    slots: Annotated[int, Meta(ge=0, le=MOST_SLOTS)] = 0
+    slot_nbytes: Natural = 0
+    device: Device = ""
+
+
+class Lend(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The trainer's ring: `nbytes` of a GPU's memory, as an IPC handle of the CUDA runtime."""
+
+    refit_id: RefitId
+    handle: Annotated[bytes, Meta(min_length=64, max_length=64)]
+    nbytes: Natural
+
+
+class Filled(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """So many buckets, from the first on, have been written."""
+
+    refit_id: RefitId
+    buckets: Natural
+
+
+class Drained(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """So many buckets, from the first on, are no longer looked at: by this receiver; to a trainer, by all of them."""
+
+    refit_id: RefitId
+    buckets: Natural
 
 
 class Sent(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -238,5 +276,5 @@ class Bye(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The sender closes the link."""
 
 
-FromClient = Hello | Propose | Join | Sent | Faulted | Report | LetGo | Beat | Bye
-FromEngine = Welcome | Refuse | Accept | Cancel | Seal | Noted | Settled | Beat | Bye
+FromClient = Hello | Propose | Join | Lend | Filled | Drained | Sent | Faulted | Report | LetGo | Beat | Bye
+FromEngine = Welcome | Refuse | Accept | Lend | Filled | Drained | Cancel | Seal | Noted | Settled | Beat | Bye

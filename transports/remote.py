@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Protocol
 
 from pitstop.engine.errors import DeadlineExceeded, LocalError, PeerLost, PitstopError, ProtocolViolation
+from pitstop.engine.ports import Ring
 from pitstop.engine.refit import RefitReport
 from pitstop.engine.worker_ports import Manifest, Offer, Ticket, Trailer
 from pitstop.transports.codec import fault, numbers, raised
@@ -49,7 +50,7 @@ class RemoteSending:
         self._digests: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
         self._asked: tuple[float, float] | None = None
 
-    async def send(self, manifest: Manifest, tickets: Sequence[Ticket]) -> Trailer:
+    async def send(self, manifest: Manifest, tickets: Sequence[Ticket], ring: Ring | None = None) -> Trailer:
         """See `Sending.send`.
 
         Raises:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pitstop.engine.errors import OfferRejected
+from pitstop.engine.ports import Ring
 from pitstop.engine.refit import RefitReport
 from pitstop.engine.worker_ports import Manifest, Offer, Ticket, Trailer
 
@@ -24,7 +25,7 @@ class Replay:
         """Return the same delivery under another refit id, and out of the trace that it came in."""
         return Replay(replace(self.offer, refit_id=refit_id, headers={}), self._manifest, self._digests)
 
-    async def send(self, manifest: Manifest, tickets: Sequence[Ticket]) -> Trailer:
+    async def send(self, manifest: Manifest, tickets: Sequence[Ticket], ring: Ring | None = None) -> Trailer:
         """See `Sending.send`.
 
         Raises:

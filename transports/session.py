@@ -16,10 +16,13 @@ from pitstop.transports.messages import (
     PROTOCOL,
     Beat,
     Bye,
+    Drained,
     Faulted,
+    Filled,
     FromClient,
     Hello,
     Join,
+    Lend,
     LetGo,
     Propose,
     Report,
@@ -72,6 +75,8 @@ class Session:
             raise ProtocolViolation(f"a second Hello of a {self.role}")
         if isinstance(message, Report | LetGo):
             return self._receiver(message)
+        if isinstance(message, Lend | Filled | Drained):
+            raise ProtocolViolation(f"{type(message).__name__} where there is no ring")
         if self.role == "trainer" and isinstance(message, Join) != (self.rank > 0):
             raise ProtocolViolation(f"{type(message).__name__} from rank {self.rank} of a trainer")
         if isinstance(message, Join):

@@ -15,7 +15,8 @@ from typing import Final, Literal
 from uuid import uuid4
 
 from pitstop.engine.errors import EngineClosed, OfferRejected, PeerLost, PitstopError, RemoteError
-from pitstop.engine.worker_ports import Manifest, Offer, Progress, Ticket, Trailer, WorkerLayout
+from pitstop.engine.ports import Ring
+from pitstop.engine.worker_ports import Manifest, Mode, Offer, Progress, Ticket, Trailer, WorkerLayout
 from pitstop.transports.buckets import place
 from pitstop.transports.client import Client
 from pitstop.transports.codec import fault, raised, words
@@ -47,7 +48,12 @@ class SharedMemoryTransport:
         link.ended.append(self.close)
 
     async def plan(
-        self, offer: Offer, manifest: Manifest, receivers: Sequence[WorkerLayout], limits: tuple[float, float]
+        self,
+        offer: Offer,
+        manifest: Manifest,
+        receivers: Sequence[WorkerLayout],
+        limits: tuple[float, float],
+        mode: Mode = "auto",
     ) -> Sequence[Ticket]:
         """See `Transport.plan`."""
         try:
@@ -87,6 +93,9 @@ class SharedMemoryTransport:
             refit.sealed_at = monotonic()
             for seat in refit.seats.values():
                 seat.tell(refit.last_word)
+
+    def ring(self, refit_id: str) -> Ring | None:
+        """See `Transport.ring`."""
 
     async def watch(self, refit_id: str) -> AsyncIterator[Progress]:
         """See `Transport.watch`."""
