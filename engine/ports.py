@@ -193,7 +193,9 @@ class Ring(Protocol):
     `drained` is above n - slots. Readers that fail, die or take too long no longer count.
     """
 
-    drained: int
+    @property
+    def drained(self) -> int:
+        """How many buckets every reader is done with."""
 
     def lent(self, handle: bytes, nbytes: int) -> None:
         """The trainer lends `nbytes` of its GPU's memory as the ring, under this handle."""
@@ -201,7 +203,7 @@ class Ring(Protocol):
     def filled(self, buckets: int) -> None:
         """That many buckets have been written, from the first on."""
 
-    def on_drained(self, call: Callable[[int], None]) -> None:
+    def on_drained(self, call: Callable[[int], object]) -> None:
         """Have `call` told whenever `drained` grows."""
 
 

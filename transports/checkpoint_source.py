@@ -95,11 +95,11 @@ class CheckpointSource:
                 yield from self._cast(row, slot, entry, into, scratch, checks, digests)
                 continue
             width = ITEMSIZE[slot.dtype]
-            for low in range(0, entry.spec.nbytes, CALL_BYTES):
-                nbytes = min(CALL_BYTES, entry.spec.nbytes - low)
-                self._read(entry, low, segment[slot.offset + low : slot.offset + low + nbytes])
+            for low, nbytes in _pieces(entry, slot):
+                at = slot.offset + low - slot.start * width
+                self._read(entry, low, segment[at : at + nbytes])
                 yield 0
-                yield from checks.add(row, into.address + slot.offset + low, width, nbytes // width, low // width)
+                yield from checks.add(row, into.address + at, width, nbytes // width, low // width)
         yield from checks.flush()
         self._unchanged()
 
@@ -118,12 +118,12 @@ class CheckpointSource:
 
         has, wanted = ITEMSIZE[entry.spec.dtype], ITEMSIZE[slot.dtype]
         wide = np.frombuffer(scratch, np.uint8)
-        for low in range(0, entry.spec.nbytes, CALL_BYTES):
-            nbytes = min(CALL_BYTES, entry.spec.nbytes - low)
+        for low, nbytes in _pieces(entry, slot):
             self._read(entry, low, memoryview(scratch)[:nbytes])
             yield 0
             count, start = nbytes // has, low // has
-            target = into.address + slot.offset + start * wanted
+            at = slot.offset + (start - slot.start) * wanted
+            target = into.address + at
             if (entry.spec.dtype, slot.dtype) == ("float32", "bfloat16"):
                 work = Work(
                     NARROW,
@@ -137,7 +137,7 @@ class CheckpointSource:
                 digests[row : row + 1] += work.digests
                 continue
             read = torch.from_numpy(wide[:nbytes]).view(getattr(torch, entry.spec.dtype))
-            into.tensor(slot.dtype, (count,), slot.offset + start * wanted).copy_(read)
+            into.tensor(slot.dtype, (count,), at).copy_(read)
             yield from checks.add(row, target, wanted, count, start)
 
     def _read(self, entry: _Entry, low: int, buffer: memoryview) -> None:
@@ -228,6 +228,15 @@ class CheckpointSource:
                 same = False
             if not same:
                 raise CheckpointUnreadable(f"{path} was changed or replaced after it was opened", file=str(path))
+
+
+def _pieces(entry: _Entry, slot: Slot) -> Iterator[tuple[int, int]]:
+    """Yield first byte and number of bytes of what one call reads of a tensor, or of a slot's part of it."""
+    width = ITEMSIZE[entry.spec.dtype]
+    count = entry.spec.nbytes // width if slot.count is None else slot.count
+    end = (slot.start + count) * width
+    for low in range(slot.start * width, end, CALL_BYTES):
+        yield low, min(CALL_BYTES, end - low)
 
 
 def _spec(path: Path, name: str, told: dict[str, Any]) -> TensorSpec:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from pitstop.engine.errors import PitstopError
 from pitstop.transports.hub import Hub
-from pitstop.transports.messages import FromEngine, Hello, LetGo, Refuse, Report, Settled
+from pitstop.transports.messages import Drained, FromEngine, Hello, LetGo, Refuse, Report, Settled
 from pitstop.transports.ranks import Group
 from pitstop.transports.remote import RemoteSending
 from pitstop.transports.session import Session
@@ -23,7 +23,7 @@ class Seat(Protocol):
     def welcomed(self, client: Client) -> None:
         """It has said Hello with its ticket's token."""
 
-    def heard(self, message: Report | LetGo) -> None:
+    def heard(self, message: Report | LetGo | Drained) -> None:
         """It reports."""
 
     def lost(self, error: PitstopError) -> None:

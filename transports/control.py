@@ -25,10 +25,13 @@ from pitstop.transports.messages import (
     PROTOCOL,
     Beat,
     Bye,
+    Drained,
     Faulted,
+    Filled,
     FromClient,
     Hello,
     Join,
+    Lend,
     LetGo,
     Propose,
     Refuse,
@@ -189,7 +192,10 @@ class ControlLink:
             WRITING.discard(message.refit_id)
             if counts and (sending := client.sendings.get(message.refit_id)) is not None:
                 sending.heard(message)
-        elif isinstance(message, Report | LetGo) and client.seat is not None:
+        elif isinstance(message, Lend | Filled):
+            if counts and (sending := client.sendings.get(message.refit_id)) is not None:
+                sending.poured(message)
+        elif isinstance(message, Report | LetGo | Drained) and client.seat is not None:
             client.seat.heard(message)
             if client.session.step is Step.GONE:
                 # It will not say Bye: what it has to say is said, and its process may live as long as the engine.
@@ -226,7 +232,9 @@ class ControlLink:
         try:
             many = len(message.tensors) > _MANY
             offer = await asyncio.to_thread(offered, message) if many else offered(message)
-            sending = RemoteSending(offer, client, message.policy, message.deadlines, rebase=message.rebase)
+            sending = RemoteSending(
+                offer, client, message.policy, message.deadlines, rebase=message.rebase, mode=message.mode
+            )
             client.sendings[message.refit_id] = sending
             try:
                 self._on_offer(sending)

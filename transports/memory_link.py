@@ -18,8 +18,9 @@ from pitstop.engine.refit import RefitReport
 from pitstop.engine.worker_ports import Manifest, Offer, Ticket, Trailer
 from pitstop.transports.packing import Slot, Source
 from pitstop.transports.pool import WRITING
+from pitstop.transports.pouring import Geometry, pour
 from pitstop.transports.segment import Kept
-from pitstop.transports.sources import Publishable, source_of
+from pitstop.transports.sources import Publishable, device_of, source_of
 
 _STOP_S: Final = 2.0
 _kept: Final = Kept("write")
@@ -40,7 +41,9 @@ def memory_sending(
         OfferRejected, CheckpointUnreadable, InvalidRequest: see `sources.source_of`.
     """
     source = source_of(what)
-    offer = Offer(refit_id or uuid4().hex, weight_version, source.specs(), cast, None, dict(headers or {}))
+    offer = Offer(
+        refit_id or uuid4().hex, weight_version, source.specs(), cast, None, dict(headers or {}), device_of(source)
+    )
     return MemorySending(offer, source, observer)
 
 
@@ -99,10 +102,9 @@ def _unwanted(opened: Future[MemorySending]) -> None:
 class MemorySending:
     """Implements `ports.Sending`. `observer` is told about the send, as a part of the refit."""
 
-    transport = "memory"
-
     def __init__(self, offer: Offer, source: Source, observer: Observer | None = None) -> None:
         self.offer = offer
+        self.transport = "memory"
         self._source: Source | None = source
         self._observer = observer or NullObserver()
         self._stop = threading.Event()
@@ -121,11 +123,14 @@ class MemorySending:
             raise LocalError(f"{self.offer.refit_id} was sent before, or its tickets name no buffer, or several")
         refit_id, first = self.offer.refit_id, tickets[0]
         loop = asyncio.get_running_loop()
+        pace = None if ring is None else _Pace(ring, loop)
+        if ring is not None:
+            self.transport = "memory_ring"
         digests: asyncio.Future[tuple[int, ...]] = loop.create_future()
 
         def pack() -> None:
             try:
-                result: tuple[int, ...] | PitstopError = self._pack(source, manifest, first)
+                result: tuple[int, ...] | PitstopError = self._pack(source, manifest, first, pace)
             except PitstopError as error:
                 result = error
             except Exception as error:  # noqa: BLE001 - a source may fail in any way
@@ -176,9 +181,11 @@ class MemorySending:
         if source is not None:
             source.close()
 
-    def _pack(self, source: Source, manifest: Manifest, ticket: Ticket) -> tuple[int, ...]:
+    def _pack(self, source: Source, manifest: Manifest, ticket: Ticket, pace: _Pace | None) -> tuple[int, ...]:
         import numpy as np
 
+        if pace is not None:
+            return self._pour(source, manifest, ticket, pace)
         slots = [
             Slot(row.index, row.spec.dtype, placed.offset)
             for row, placed in zip(manifest.rows, ticket.tensors, strict=True)
@@ -190,11 +197,55 @@ class MemorySending:
                 raise LocalError("the refit was given up")
         return tuple(digests.tolist())
 
+    def _pour(self, source: Source, manifest: Manifest, ticket: Ticket, pace: _Pace) -> tuple[int, ...]:
+        rows = [Slot(row.index, row.spec.dtype, 0) for row in manifest.rows]
+        geometry = Geometry(self.offer.tensors, rows, ticket.slots, ticket.slot_nbytes)
+        mapping = _kept.take(ticket.address, ticket.buffer, ticket.nbytes)
+        digests: list[int] = []
+        for seconds in pour(source, geometry, mapping, pace.drained, pace.filled, digests):
+            if seconds:
+                pace.wait(seconds)
+            if self._stop.is_set():
+                raise LocalError("the refit was given up")
+        return tuple(digests)
+
     async def _stopped(self, digests: asyncio.Future[tuple[int, ...]]) -> None:
         """Have the thread stop; it looks every few milliseconds, unless a read hangs."""
         self._stop.set()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait({digests}, timeout=_STOP_S)
+
+
+class _Pace:
+    """A ring's pace, for a thread."""
+
+    def __init__(self, ring: Ring, loop: asyncio.AbstractEventLoop) -> None:
+        self._ring = ring
+        self._loop = loop
+        self._drained = self._seen = 0
+        self._grown = threading.Condition()
+        ring.on_drained(self._told)
+
+    def drained(self) -> int:
+        """Return how many buckets every receiver is done with."""
+        return self._drained
+
+    def filled(self, buckets: int) -> None:
+        """That many have been written."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._ring.filled, buckets)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until `drained` has grown, or so long. It may have grown before."""
+        with self._grown:
+            before = self._seen
+            self._grown.wait_for(lambda: self._drained > before, seconds)
+            self._seen = self._drained
+
+    def _told(self, buckets: int) -> None:
+        with self._grown:
+            self._drained = buckets
+            self._grown.notify_all()
 
 
 def _resolve(digests: asyncio.Future[tuple[int, ...]], result: tuple[int, ...] | PitstopError) -> None:

@@ -21,11 +21,16 @@ _FLUSH: Final = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one offered tensor goes: row `index` of the offer, as `dtype`, at `offset` of the segment."""
+    """Where one offered tensor goes: row `index` of the offer, as `dtype`, at `offset` of the buffer.
+
+    Or a part of it: `count` elements, from its flat element `start` on. None: all.
+    """
 
     index: int
     dtype: str
     offset: int
+    start: int = 0
+    count: int | None = None
 
 
 @runtime_checkable
@@ -37,6 +42,9 @@ class Source(Protocol):
 
     def pack(self, slots: Sequence[Slot], into: Mapping, digests: NDArray[np.uint64]) -> Iterator[int]:
         """Write every slot and its digest, yielding the number of bytes done every few milliseconds.
+
+        Called once for a whole version, or once a bucket, in order; a part's digest is that of its elements where they
+        are in the tensor, so that the digests of its parts add up to a tensor's.
 
         Raises:
             CheckpointUnreadable: the files have changed or cannot be read.
@@ -50,13 +58,18 @@ def checked(specs: Sequence[TensorSpec], slots: Sequence[Slot], nbytes: int) -> 
     """Raise `ProtocolViolation` if a slot is not a place for a tensor of the offer in a segment of `nbytes`."""
     last = 0
     for slot in slots:
-        if slot.index >= len(specs):
-            raise ProtocolViolation(f"the engine asks for tensor {slot.index} of {len(specs)}")
-        spec = specs[slot.index]
+        spec = wanted(specs, slot)
         end = slot.offset + TensorSpec(spec.name, slot.dtype, spec.shape).nbytes
         if slot.offset < last or end > nbytes:
             raise ProtocolViolation(f"{spec.name} does not fit where the engine wants it", tensor=spec.name)
         last = end
+
+
+def wanted(specs: Sequence[TensorSpec], slot: Slot) -> TensorSpec:
+    """Return what the offer says of a slot's tensor."""
+    if slot.index >= len(specs):
+        raise ProtocolViolation(f"the engine asks for tensor {slot.index} of {len(specs)}")
+    return specs[slot.index]
 
 
 class Checks:

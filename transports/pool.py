@@ -64,6 +64,13 @@ class SegmentPool:
             self._leases.append(another)
             return another
 
+    def reusable(self) -> int:
+        """Return the bytes of the largest segment that `take` would use again, or let go of for a larger one."""
+        with self._lock:
+            segments = {lease.segment for lease in self._leases}
+            over = [s for s in segments if all(lease.over for lease in self._leases if lease.segment is s)]
+            return max((segment.nbytes for segment in over), default=0)
+
     def holds(self, lease: Lease) -> bool:
         """Whether a lease's segment still has what was written under it."""
         with self._lock:

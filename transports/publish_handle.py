@@ -30,7 +30,14 @@ class PublishHandle:
     """
 
     def __init__(
-        self, offer: Offer, source: Source, policy: str | None, deadlines: dict[str, float], *, rebase: bool = False
+        self,
+        offer: Offer,
+        source: Source,
+        policy: str | None,
+        deadlines: dict[str, float],
+        *,
+        rebase: bool = False,
+        mode: str | None = None,
     ) -> None:
         self.refit_id: Final = offer.refit_id
         self.weight_version: Final = offer.weight_version
@@ -40,10 +47,12 @@ class PublishHandle:
         self.policy: Final = policy
         self.deadlines: Final = deadlines
         self.rebase: Final = rebase
+        self.mode: Final = mode
         self.key: Final = f"send_weights:{offer.refit_id}"
         self.since: Final = monotonic()
         self.offered = False
         self.number = 0  #: its publisher's how-manieth it is
+        self.drained = 0  #: buckets of its ring that every receiver is done with
         self.cancelled: PitstopError | None = None
         self.publisher: object = None  #: kept from being collected until the refit has ended
         self._observer: Observer | None = None

@@ -20,10 +20,10 @@ from typing import Literal, Self
 from uuid import uuid4
 
 from pitstop.engine.ports import Guarded, Observer, default_observer
-from pitstop.engine.worker_ports import Offer
+from pitstop.engine.worker_ports import Mode, Offer
 from pitstop.transports.publish_handle import PublishHandle
 from pitstop.transports.reports import judge, judge_offer
-from pitstop.transports.sources import Publishable, source_of
+from pitstop.transports.sources import Publishable, device_of, source_of
 from pitstop.transports.trainer_link import TrainerLink
 from pitstop.transports.zmq_link import Rank
 
@@ -113,6 +113,7 @@ class Publisher:
         deadlines: Mapping[str, float] | None = None,
         headers: Mapping[str, str] | None = None,
         rebase: bool = False,
+        mode: Mode | None = None,
     ) -> PublishHandle:
         """Offer weights as `weight_version`; return at once.
 
@@ -120,10 +121,11 @@ class Publisher:
         `handle.sent` is set. Several may be under way: the engine takes the latest. `cast="inventory"` casts
         floating-point tensors to the dtypes of the engine's checkpoint. `policy` is what becomes of requests in
         flight (keep, recompute, wait, abort), `deadlines` are limits of this refit in seconds (suspend, drain,
-        receive, receive_per_gib, finalize, resume, control, silence); the engine's own count where unset.
-        `headers` are the W3C context that the send belongs to. A trainer that has begun its count of versions anew
-        says so with `rebase=True`, once: the version need not be above the committed one (else `StaleVersion` is what
-        the handle raises), and later versions are counted from it.
+        receive, receive_per_gib, finalize, resume, control, silence); the engine's own count where unset. `mode`
+        is where replicas receive (auto, staged, in_place: `pitstop.engine.refit.RefitOptions`). `headers` are the W3C
+        context that the send belongs to. A trainer that has begun its count of versions anew says so with
+        `rebase=True`, once: the version need not be above the committed one (else `StaleVersion` is what the handle
+        raises), and later versions are counted from it.
 
         Raises:
             OfferRejected, CheckpointUnreadable: it cannot be read; names the tensor or the file.
@@ -132,13 +134,15 @@ class Publisher:
             PeerLost: the engine is gone.
         """
         wishes = dict(deadlines or {})
-        judge(weight_version, cast, policy, wishes)
+        judge(weight_version, cast, policy, wishes, mode)
         wishes = {name: float(seconds) for name, seconds in wishes.items()}
         source = source_of(what)
         try:
-            offer = Offer(uuid4().hex[:16], weight_version, source.specs(), cast, None, dict(headers or {}))
+            offer = Offer(
+                uuid4().hex[:16], weight_version, source.specs(), cast, None, dict(headers or {}), device_of(source)
+            )
             judge_offer(offer.tensors, offer.headers)
-            handle = PublishHandle(offer, source, policy, wishes, rebase=rebase)
+            handle = PublishHandle(offer, source, policy, wishes, rebase=rebase, mode=mode)
             handle.publisher = self
             self._link.offer(handle, self._observer)
         except BaseException:

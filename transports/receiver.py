@@ -13,7 +13,7 @@ from pitstop.engine.worker_ports import Bucket, Placed, Ticket, WeightSink
 from pitstop.transports.codec import fault, numbers, raised
 from pitstop.transports.deadline import BEAT_S, Limit
 from pitstop.transports.digest import prepare
-from pitstop.transports.messages import Cancel, FromClient, LetGo, Noted, Refuse, Report, Seal
+from pitstop.transports.messages import Cancel, FromClient, FromEngine, LetGo, Noted, Refuse, Report, Seal
 from pitstop.transports.packing import Proof
 from pitstop.transports.segment import Kept, Mapping
 from pitstop.transports.zmq_link import Line
@@ -25,16 +25,18 @@ _proofs: WeakKeyDictionary[Mapping, tuple[tuple[Placed, ...], Proof]] = WeakKeyD
 _proving = Lock()
 
 
-class SegmentReceiver:
-    """Implements `worker_ports.Receiver`. `run` in a thread; `abort` and `close` from any other.
+class LinkedReceiver:
+    """A receiver and its line to the engine: beats, hears, and says how it ended. `run` in a thread.
 
-    The mapping stays with the process when `close` is done, for the next refit: mapping a gibibyte anew takes a
-    tenth of a second. What the sink was given are views of it, valid until `close`.
+    Subclasses receive in `_receive`, calling `_listen` every few milliseconds, and set `_holds` before the sink gets
+    to see what may lie in the transport's buffer.
     """
 
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
+        self._holds = False
         self._line: Line | None = None
+        self._seal: tuple[int, ...] | None = None
         self._aborted = Event()
         self._ended = Event()
         self._closing = Lock()
@@ -42,22 +44,12 @@ class SegmentReceiver:
 
     def run(self, sink: WeightSink) -> None:
         """See `Receiver.run`. Errors are reported on the back-channel; none is raised."""
-        ticket, began, holds, error = self._ticket, monotonic(), False, None
+        ticket, began, error = self._ticket, monotonic(), None
         try:
             prepare()
             line = self._line = Line(ticket.address, ticket.silence_s)
             line.greet("receiver", Limit(ticket.silence_s), ticket.token)
-            mapping = _kept.take(ticket.address, ticket.buffer, ticket.nbytes)
-            line.send(Report(ticket.refit_id, "attached"))
-            limit = Limit(ticket.receive_s)
-            # While the trainer still writes: ten thousand views take longer to make than to prove.
-            bucket = self._views(mapping)
-            proven = self._prove(line, mapping, self._trailer(line, limit), limit)
-            if proven is not mapping:
-                bucket = self._views(proven)
-            self._listen(line, limit, 0.0)
-            holds = True
-            sink.landed(bucket)
+            self._receive(line, sink)
         except PitstopError as failure:
             error = failure
         except Exception as failure:  # noqa: BLE001 - the engine is told, whatever it was
@@ -66,12 +58,12 @@ class SegmentReceiver:
         if error is None:
             report = Report(ticket.refit_id, "landed", nbytes, monotonic() - began, holds=True)
         else:
-            report = Report(ticket.refit_id, "failed", 0, monotonic() - began, holds, fault(error))
+            report = Report(ticket.refit_id, "failed", 0, monotonic() - began, self._holds, fault(error))
         self._say(report)
         with self._closing:
             self._ended.set()
             # Closed too soon, and the sink may hold what came too late: then nobody says that it has let go.
-            if not holds or self._closed:
+            if (error is not None and not self._holds) or self._closed:
                 self._hang_up()
 
     def abort(self) -> None:
@@ -90,15 +82,77 @@ class SegmentReceiver:
                 self._say(LetGo(self._ticket.refit_id))
                 self._hang_up()
 
+    def _receive(self, line: Line, sink: WeightSink) -> None:
+        raise NotImplementedError
+
+    def _trailer(self, line: Line, limit: Limit) -> tuple[int, ...]:
+        while self._seal is None:
+            self._listen(line, limit, BEAT_S)
+        return self._seal
+
+    def _listen(self, line: Line, limit: Limit, seconds: float) -> None:
+        """Beat, hear what the engine says, and raise if there is no point in going on."""
+        for message in line.pump(min(seconds, limit.left())):
+            if isinstance(message, Cancel | Refuse):
+                raise raised(message.error)
+            if getattr(message, "refit_id", "") != self._ticket.refit_id or not self._heard(message):
+                raise ProtocolViolation(f"{type(message).__name__} to a receiver of {self._ticket.refit_id}")
+        if self._aborted.is_set():
+            raise PeerLost("the worker was told to give this refit up", peer="worker")
+        line.silence.check(line.peer)
+        limit.check("receiving", phase="receive", replica=self._ticket.replica, rank=self._ticket.rank)
+
+    def _heard(self, message: FromEngine) -> bool:
+        """Take a message of this refit in; False if it may not be."""
+        if not isinstance(message, Seal) or self._seal is not None:
+            return False
+        self._seal = numbers(message.digests)
+        return True
+
+    def _say(self, message: FromClient) -> None:
+        """Say something that matters, and stay until it has been heard: the socket does not linger."""
+        if (line := self._line) is None:
+            return
+        limit = Limit(_FAREWELL_S)
+        try:
+            line.send(message)
+            while limit.left():
+                if any(isinstance(answer, Noted | Refuse) for answer in line.pump(limit.left())):
+                    return
+        except PitstopError:
+            return
+
+    def _hang_up(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+
+
+class SegmentReceiver(LinkedReceiver):
+    """Implements `worker_ports.Receiver` where a version lies in the buffer as a whole.
+
+    The mapping stays with the process when `close` is done, for the next refit: mapping a gibibyte anew takes a
+    tenth of a second. What the sink was given are views of it, valid until `close`.
+    """
+
+    def _receive(self, line: Line, sink: WeightSink) -> None:
+        ticket = self._ticket
+        mapping = _kept.take(ticket.address, ticket.buffer, ticket.nbytes)
+        line.send(Report(ticket.refit_id, "attached"))
+        limit = Limit(ticket.receive_s)
+        # While the trainer still writes: ten thousand views take longer to make than to prove.
+        bucket = self._views(mapping)
+        proven = self._prove(line, mapping, self._trailer(line, limit), limit)
+        if proven is not mapping:
+            bucket = self._views(proven)
+        self._listen(line, limit, 0.0)
+        self._holds = True
+        sink.landed(bucket)
+
     def _views(self, mapping: Mapping) -> Bucket:
         tensors = [(p.spec, mapping.tensor(p.spec.dtype, p.spec.shape, p.offset)) for p in self._ticket.tensors]
         _proof(mapping, self._ticket.tensors)
         return Bucket(self._ticket.refit_id, tensors)
-
-    def _trailer(self, line: Line, limit: Limit) -> tuple[int, ...]:
-        while True:
-            if (seal := self._listen(line, limit, BEAT_S)) is not None:
-                return numbers(seal.digests)
 
     def _prove(self, line: Line, mapping: Mapping, digests: tuple[int, ...], limit: Limit) -> Mapping:
         try:
@@ -118,39 +172,6 @@ class SegmentReceiver:
                 self._listen(line, limit, 0.0)
         finally:
             _proving.release()
-
-    def _listen(self, line: Line, limit: Limit, seconds: float) -> Seal | None:
-        """Beat, hear what the engine says, and raise if there is no point in going on."""
-        seal = None
-        for message in line.pump(min(seconds, limit.left())):
-            if isinstance(message, Cancel | Refuse):
-                raise raised(message.error)
-            if not isinstance(message, Seal) or message.refit_id != self._ticket.refit_id:
-                raise ProtocolViolation(f"{type(message).__name__} to a receiver of {self._ticket.refit_id}")
-            seal = message
-        if self._aborted.is_set():
-            raise PeerLost("the worker was told to give this refit up", peer="worker")
-        line.silence.check(line.peer)
-        limit.check("receiving", phase="receive", replica=self._ticket.replica, rank=self._ticket.rank)
-        return seal
-
-    def _say(self, message: FromClient) -> None:
-        """Say something that matters, and stay until it has been heard: the socket does not linger."""
-        if (line := self._line) is None:
-            return
-        limit = Limit(_FAREWELL_S)
-        try:
-            line.send(message)
-            while limit.left():
-                if any(isinstance(answer, Noted | Refuse) for answer in line.pump(limit.left())):
-                    return
-        except PitstopError:
-            return
-
-    def _hang_up(self) -> None:
-        line, self._line = self._line, None
-        if line is not None:
-            line.close()
 
 
 def _proof(mapping: Mapping, placed: tuple[Placed, ...]) -> Proof:

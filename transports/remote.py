@@ -13,9 +13,9 @@ from pitstop.engine.ports import Ring
 from pitstop.engine.refit import RefitReport
 from pitstop.engine.worker_ports import Manifest, Offer, Ticket, Trailer
 from pitstop.transports.codec import fault, numbers, raised
-from pitstop.transports.messages import Cancel, Faulted, FromEngine, Sent
+from pitstop.transports.messages import Cancel, Drained, Faulted, Filled, FromEngine, Lend, Sent
 from pitstop.transports.pool import WRITING
-from pitstop.transports.reports import accept, settled
+from pitstop.transports.reports import accept, settled, way_of
 
 
 class Peer(Protocol):
@@ -35,20 +35,28 @@ class Peer(Protocol):
 
 
 class RemoteSending:
-    """Implements `ports.Sending`. `policy`, `deadlines`, `rebase` are the trainer's wishes; unset ones are left out."""
-
-    transport = "shared_memory"
+    """Implements `ports.Sending`. `policy`, `mode`, `deadlines`, `rebase` are the trainer's wishes; unset: left out."""
 
     def __init__(
-        self, offer: Offer, peer: Peer, policy: str | None, deadlines: Mapping[str, float], *, rebase: bool = False
+        self,
+        offer: Offer,
+        peer: Peer,
+        policy: str | None,
+        deadlines: Mapping[str, float],
+        *,
+        rebase: bool = False,
+        mode: str | None = None,
     ) -> None:
         self.offer = offer
+        self.transport = "shared_memory"
         self.rebase = rebase
         self.policy = policy
+        self.mode = mode
         self.deadlines = dict(deadlines)
         self._peer = peer
         self._digests: asyncio.Future[tuple[int, ...]] = asyncio.get_running_loop().create_future()
         self._asked: tuple[float, float] | None = None
+        self._ring: Ring | None = None
 
     async def send(self, manifest: Manifest, tickets: Sequence[Ticket], ring: Ring | None = None) -> Trailer:
         """See `Sending.send`.
@@ -64,9 +72,11 @@ class RemoteSending:
         if len({ticket.buffer for ticket in tickets}) != 1:
             raise LocalError(f"the tickets of {refit_id} name no buffer, or several")
         first = tickets[0]
-        message = await asyncio.to_thread(
-            accept, refit_id, first.buffer, first.nbytes, manifest, first.tensors, first.silence_s
-        )
+        self.transport = way_of(first)
+        message = await asyncio.to_thread(accept, manifest, first)
+        if ring is not None:
+            self._ring = ring
+            ring.on_drained(lambda buckets: self._peer.post(Drained(refit_id, buckets)))
         self._peer.accepted(refit_id)
         WRITING.add(refit_id)
         self._asked = monotonic(), first.silence_s
@@ -96,6 +106,26 @@ class RemoteSending:
         with contextlib.suppress(PitstopError):
             self._peer.post(settled(report))
         self._peer.settled(self.offer.refit_id)
+
+    def poured(self, message: Lend | Filled) -> None:
+        """The trainer lends a ring, or has written into it.
+
+        Raises:
+            ProtocolViolation: there is no ring, or no room in it.
+        """
+        if self._digests.done():
+            return
+        if self._ring is None:
+            raise ProtocolViolation(f"{type(message).__name__} where there is no ring")
+        try:
+            if isinstance(message, Lend):
+                self._ring.lent(message.handle, message.nbytes)
+            else:
+                self._ring.filled(message.buckets)
+        except ProtocolViolation as error:
+            self._give_up(error)
+            self.failed(error)
+            raise
 
     def heard(self, message: Sent | Faulted) -> None:
         """The trainer is done with the buffer, one way or the other."""

@@ -9,7 +9,7 @@ from typing import Final, cast
 
 from pitstop.engine.errors import InvalidRequest, OfferRejected, ProtocolViolation, UnsupportedPolicy
 from pitstop.engine.refit import POLICIES, Outcome, RefitReport, ReplicaReport
-from pitstop.engine.worker_ports import ITEMSIZE, Manifest, Offer, Placed, TensorSpec
+from pitstop.engine.worker_ports import ITEMSIZE, MODES, Manifest, Offer, TensorSpec, Ticket
 from pitstop.transports.codec import fault, numbers, raised, words
 from pitstop.transports.deadline import BEAT_S, SILENCE_S
 from pitstop.transports.messages import (
@@ -39,13 +39,19 @@ _MOST: Final = 1 << 56
 
 
 def propose(
-    offer: Offer, policy: str | None, deadlines: dict[str, float], *, rebase: bool = False, number: int = 0
+    offer: Offer,
+    policy: str | None,
+    deadlines: dict[str, float],
+    *,
+    rebase: bool = False,
+    number: int = 0,
+    mode: str | None = None,
 ) -> Propose:
     """Return an offer as what travels."""
     rows = tuple(Row(spec.name, cast(Dtype, spec.dtype), spec.shape) for spec in offer.tensors)
     return Propose(
         offer.refit_id, offer.weight_version, rows, offer.cast, offer.base_version, offer.headers, policy, deadlines,
-        rebase, number,
+        rebase, number, mode, offer.device,
     )  # fmt: skip
 
 
@@ -53,37 +59,50 @@ def offered(message: Propose) -> Offer:
     """Return what a trainer offers.
 
     Raises:
-        ProtocolViolation: a size, a policy or a deadline that cannot be.
+        ProtocolViolation: a size, a policy, a mode or a deadline that cannot be.
     """
     total = sum(ITEMSIZE[row.dtype] * prod(row.shape) for row in message.tensors)
     if total > _MOST:
         raise ProtocolViolation(f"an offer of {total} bytes")
     if message.policy is not None and message.policy not in POLICIES:
         raise ProtocolViolation(f"policy {message.policy!r} is not one of {', '.join(POLICIES)}")
+    if message.mode is not None and message.mode not in MODES:
+        raise ProtocolViolation(f"mode {message.mode!r} is not one of {', '.join(MODES)}")
     if unknown := message.deadlines.keys() - WISHES:
         raise ProtocolViolation(f"no such deadline: {', '.join(sorted(unknown))}")
     specs = tuple(TensorSpec(row.name, row.dtype, row.shape) for row in message.tensors)
     return Offer(
-        message.refit_id, message.weight_version, specs, message.cast, message.base_version, dict(message.headers)
-    )
+        message.refit_id, message.weight_version, specs, message.cast, message.base_version, dict(message.headers),
+        message.device,
+    )  # fmt: skip
 
 
-def accept(
-    refit_id: str, buffer: str, nbytes: int, manifest: Manifest, placed: tuple[Placed, ...], silence_s: float
-) -> Accept:
+def accept(manifest: Manifest, ticket: Ticket) -> Accept:
     """Say where each row of a manifest goes."""
     indices = words(row.index for row in manifest.rows)
     dtypes = bytes(_CODES[cast(Dtype, row.spec.dtype)] for row in manifest.rows)
-    return Accept(refit_id, buffer, nbytes, indices, dtypes, words(p.offset for p in placed), silence_s)
+    offsets = b"" if ticket.slots else words(placed.offset for placed in ticket.tensors)
+    return Accept(
+        ticket.refit_id, ticket.buffer, ticket.nbytes, indices, dtypes, offsets, ticket.silence_s,
+        ticket.slots, ticket.slot_nbytes, ticket.device,
+    )  # fmt: skip
+
+
+def way_of(ticket: Ticket) -> str:
+    """Name the way that a ticket's weights travel."""
+    if ticket.device:
+        return "cuda_ipc"
+    return "shared_memory_ring" if ticket.slots else "shared_memory"
 
 
 def accepted(message: Accept) -> list[Slot]:
-    """Return where the engine wants each tensor.
+    """Return where the engine wants each tensor; with a ring, all at 0.
 
     Raises:
         ProtocolViolation: rows that do not fit together.
     """
-    indices, offsets = numbers(message.indices), numbers(message.offsets)
+    indices = numbers(message.indices)
+    offsets = (0,) * len(indices) if message.slots else numbers(message.offsets)
     if not len(indices) == len(offsets) == len(message.dtypes) or any(code >= len(DTYPES) for code in message.dtypes):
         raise ProtocolViolation("the engine's rows are of different lengths, or of dtypes that do not exist")
     return [Slot(i, DTYPES[code], at) for i, code, at in zip(indices, message.dtypes, offsets, strict=True)]
@@ -134,7 +153,9 @@ def reported(message: Settled) -> RefitReport:
     )  # fmt: skip
 
 
-def judge(weight_version: int, cast: str | None, policy: str | None, deadlines: Mapping[str, float]) -> None:
+def judge(
+    weight_version: int, cast: str | None, policy: str | None, deadlines: Mapping[str, float], mode: str | None = None
+) -> None:
     """Raise `InvalidRequest` or `UnsupportedPolicy` if a trainer asks for what cannot be."""
     if not isinstance(weight_version, int) or isinstance(weight_version, bool) or not 0 <= weight_version < 1 << 62:
         raise InvalidRequest(f"weight_version is {weight_version!r}, not a number from 0 on")
@@ -142,6 +163,8 @@ def judge(weight_version: int, cast: str | None, policy: str | None, deadlines: 
         raise UnsupportedPolicy(f'cast is {cast!r}, neither None nor "inventory"')
     if policy is not None and policy not in POLICIES:
         raise UnsupportedPolicy(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
+    if mode is not None and mode not in MODES:
+        raise UnsupportedPolicy(f"mode {mode!r} is not one of {', '.join(MODES)}")
     if unknown := deadlines.keys() - WISHES:
         raise UnsupportedPolicy(
             f"no such deadline: {', '.join(sorted(unknown))}; there are {', '.join(sorted(WISHES))}"

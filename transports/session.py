@@ -1,7 +1,7 @@
 """What a client may say when: the engine's view of one peer. Pure; the reader of the link asks it first.
 
-trainer    per refit   OFFERED --Accept--> SENDING --Sent or Faulted--> DONE --Settled--> forgotten
-receiver               WELCOME --attached--> ATTACHED --landed or failed--> OVER --LetGo--> GONE, which is forgotten
+trainer    per refit   OFFERED --Accept--> SENDING (Lend, Filled) --Sent or Faulted--> DONE --Settled--> forgotten
+receiver               WELCOME --attached--> ATTACHED (Drained) --landed or failed--> OVER --LetGo--> GONE: forgotten
                        a failure that holds nothing is GONE at once
 """
 
@@ -73,10 +73,8 @@ class Session:
             return True
         if isinstance(message, Hello):
             raise ProtocolViolation(f"a second Hello of a {self.role}")
-        if isinstance(message, Report | LetGo):
+        if isinstance(message, Report | LetGo | Drained):
             return self._receiver(message)
-        if isinstance(message, Lend | Filled | Drained):
-            raise ProtocolViolation(f"{type(message).__name__} where there is no ring")
         if self.role == "trainer" and isinstance(message, Join) != (self.rank > 0):
             raise ProtocolViolation(f"{type(message).__name__} from rank {self.rank} of a trainer")
         if isinstance(message, Join):
@@ -94,7 +92,7 @@ class Session:
         if self.stages.pop(refit_id, None) is not None:
             self._settled.append(refit_id)
 
-    def _trainer(self, message: Propose | Sent | Faulted) -> bool:
+    def _trainer(self, message: Propose | Lend | Filled | Sent | Faulted) -> bool:
         if self.role != "trainer":
             raise ProtocolViolation(f"{type(message).__name__} from a {self.role}")
         stage = self.stages.get(message.refit_id)
@@ -109,16 +107,21 @@ class Session:
             return False
         if stage is None:
             raise ProtocolViolation(f"{type(message).__name__} for {message.refit_id}, which was not offered")
-        if stage is Stage.DONE or (isinstance(message, Sent) and stage is not Stage.SENDING):
+        if stage is Stage.DONE or (not isinstance(message, Faulted) and stage is not Stage.SENDING):
             raise ProtocolViolation(f"{type(message).__name__} for {message.refit_id}, which is {stage.value}")
-        self.stages[message.refit_id] = Stage.DONE
+        if isinstance(message, Sent | Faulted):
+            self.stages[message.refit_id] = Stage.DONE
         return True
 
-    def _receiver(self, message: Report | LetGo) -> bool:
+    def _receiver(self, message: Report | LetGo | Drained) -> bool:
         if self.role != "receiver":
             raise ProtocolViolation(f"{type(message).__name__} from a {self.role}")
         if message.refit_id != self.refit_id:
             raise ProtocolViolation(f"{type(message).__name__} for {message.refit_id}, not {self.refit_id}")
+        if isinstance(message, Drained):
+            if self.step is not Step.ATTACHED:
+                raise ProtocolViolation(f"Drained from a receiver that is {self.step.value}")
+            return True
         if isinstance(message, LetGo):
             if self.step is Step.ATTACHED:
                 raise ProtocolViolation("LetGo from a receiver that has not reported how it ended")

@@ -76,6 +76,8 @@ class TensorSource:
             for (name, _), t in zip(pairs, self._tensors, strict=True)
         )
         self._ready = _recorded(self._tensors)
+        self._flattened: tuple[int, Tensor] | None = None
+        self.device: Final = _device(self._tensors)  #: see `device_of`
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Return what there is, in order."""
@@ -89,7 +91,7 @@ class TensorSource:
         """See `Source.pack`. Copies and the cast from float32 to bfloat16 run in our kernels, the rest in torch."""
         import numpy as np
 
-        direct: dict[int, list[tuple[int, int, int, int, int]]] = {COPY: [], NARROW: []}
+        direct: dict[int, list[tuple[int, ...]]] = {COPY: [], NARROW: []}
         others = []
         for row, slot in enumerate(slots):
             tensor, has = self._tensors[slot.index], self._specs[slot.index].dtype
@@ -97,12 +99,16 @@ class TensorSource:
             if kind is None:
                 others.append((row, slot, tensor))
             else:
-                place = into.address + slot.offset
-                direct[kind].append((row, ITEMSIZE[has], tensor.data_ptr(), place, tensor.numel()))
+                there, width = into.address + slot.offset, ITEMSIZE[has]
+                here = tensor.data_ptr() + slot.start * width
+                count = tensor.numel() if slot.count is None else slot.count
+                direct[kind].append((row, width, here, there, count, slot.start))
         for kind, rows in direct.items():
             if rows:
-                row_at, itemsize, source, target, count = np.array(rows, np.uint64).T.copy()
-                work = Work(kind, itemsize.astype(np.int64), source, target, count.astype(np.int64))
+                row_at, itemsize, source, target, counts, start = np.array(rows, np.uint64).T.copy()
+                work = Work(
+                    kind, itemsize.astype(np.int64), source, target, counts.astype(np.int64), start.astype(np.int64)
+                )
                 yield from work
                 digests[row_at.astype(np.int64)] = work.digests
         yield from self._by_torch(others, into, digests)
@@ -122,14 +128,27 @@ class TensorSource:
         checks = Checks(digests)
         for row, slot, tensor in others:
             digests[row] = 0
-            width, start = ITEMSIZE[slot.dtype], 0
-            target = into.tensor(slot.dtype, tuple(tensor.shape), slot.offset)
-            for there, here in _slices(target, tensor):
+            width, start, part = ITEMSIZE[slot.dtype], slot.start, tensor
+            if slot.count is not None:
+                part = self._flat(slot.index)[start : start + slot.count]
+            target = into.tensor(slot.dtype, tuple(part.shape), slot.offset)
+            for there, here in _slices(target, part):
                 there.copy_(here)
                 yield 0
                 yield from checks.add(row, there.data_ptr(), width, there.numel(), start)
                 start += there.numel()
         yield from checks.flush()
+
+    def _flat(self, index: int) -> Tensor:
+        # The one of the last call again: a tensor that has to be copied for it is copied once, not once a part.
+        if self._flattened is None or self._flattened[0] != index:
+            self._flattened = index, self._tensors[index].reshape(-1)
+        return self._flattened[1]
+
+
+def device_of(source: Source) -> str:
+    """Return the one GPU on which all tensors of a source lie, as `cuda:<uuid>`; empty if they do not."""
+    return str(getattr(source, "device", ""))
 
 
 def _plain(name: str, value: Any, known: Mapping[Any, str]) -> Tensor:
@@ -174,6 +193,16 @@ def _slices(target: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     for low in range(0, tensor.shape[dim], step):
         length = min(step, tensor.shape[dim] - low)
         yield target.narrow(dim, low, length), tensor.narrow(dim, low, length)
+
+
+def _device(tensors: Sequence[Tensor]) -> str:
+    devices = {tensor.device for tensor in tensors}
+    device = devices.pop() if len(devices) == 1 else None
+    if device is None or device.type != "cuda":
+        return ""
+    import torch
+
+    return f"cuda:{torch.cuda.get_device_properties(device).uuid}"
 
 
 def _recorded(tensors: Iterable[Tensor]) -> list[tuple[Any, Any]]:

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Iterator
 from time import monotonic
 from typing import Final
 
@@ -18,9 +19,23 @@ from pitstop.engine.ports import Observer
 from pitstop.transports.codec import fault, raised, words
 from pitstop.transports.deadline import BEAT_S, Limit
 from pitstop.transports.digest import prepare
-from pitstop.transports.messages import Accept, Bye, Cancel, Faulted, FromEngine, Join, Propose, Refuse, Sent, Settled
+from pitstop.transports.messages import (
+    Accept,
+    Bye,
+    Cancel,
+    Drained,
+    Faulted,
+    Filled,
+    FromEngine,
+    Join,
+    Propose,
+    Refuse,
+    Sent,
+    Settled,
+)
 from pitstop.transports.negotiation import connected
-from pitstop.transports.packing import checked
+from pitstop.transports.packing import Slot, Source, checked
+from pitstop.transports.pouring import Geometry, pour
 from pitstop.transports.publish_handle import PublishHandle
 from pitstop.transports.reports import accepted, propose
 from pitstop.transports.segment import Kept
@@ -173,7 +188,7 @@ class TrainerLink:
     def _opening(self, handle: PublishHandle) -> Propose | Join:
         offer, limits = handle.offer, handle.deadlines
         if not self._rank.rank:
-            return propose(offer, handle.policy, limits, rebase=handle.rebase, number=handle.number)
+            return propose(offer, handle.policy, limits, rebase=handle.rebase, number=handle.number, mode=handle.mode)
         return Join(
             offer.refit_id, offer.weight_version, handle.number, limits.get("receive", Join("-", 0, 0).receive_s)
         )
@@ -184,7 +199,7 @@ class TrainerLink:
             return
         if isinstance(message, Refuse) and not message.refit_id:
             raise raised(message.error)
-        if not isinstance(message, Settled | Refuse | Cancel):
+        if not isinstance(message, Settled | Refuse | Cancel | Drained):
             raise ProtocolViolation(f"{type(message).__name__} to a trainer", peer=self._line.peer)
         joined = message.joined if isinstance(message, Settled) else ""
         handle = self._handles.get(joined or message.refit_id)
@@ -196,6 +211,8 @@ class TrainerLink:
             handle.settled(message)
         elif isinstance(message, Refuse):
             self._over(handle, raised(message.error))
+        elif isinstance(message, Drained):
+            handle.drained = max(handle.drained, message.buckets)
         else:
             handle.cancelled = raised(message.error)
 
@@ -222,22 +239,44 @@ class TrainerLink:
             handle.released(failed)
 
     def _packed(self, handle: PublishHandle, message: Accept) -> bytes:
-        import numpy as np
-
         source = handle.source
         if source is None:
             raise PeerLost("the source is free already", peer="trainer")
+        digests: list[int] = []
         slots = accepted(message)
-        checked(handle.offer.tensors, slots, message.nbytes)
-        mapping = self._kept.take(self._line.address, message.buffer, message.nbytes)
-        digests = np.zeros(len(slots), np.uint64)
-        for _ in source.pack(slots, mapping, digests):
-            self._serve(0.0)
+        working = self._pouring if message.slots else self._filling
+        for seconds in working(handle, source, slots, message, digests):
+            self._serve(seconds)
             if handle.cancelled is not None:
                 raise handle.cancelled
             if self._closing or handle.done():
                 raise EngineClosed("the publisher gave this refit up")
-        return words(digests.tolist())
+        return words(digests)
+
+    def _filling(
+        self, handle: PublishHandle, source: Source, slots: list[Slot], message: Accept, digests: list[int]
+    ) -> Iterator[float]:
+        import numpy as np
+
+        checked(handle.offer.tensors, slots, message.nbytes)
+        mapping = self._kept.take(self._line.address, message.buffer, message.nbytes)
+        found = np.zeros(len(slots), np.uint64)
+        for _ in source.pack(slots, mapping, found):
+            yield 0.0
+        digests[:] = found.tolist()
+
+    def _pouring(
+        self, handle: PublishHandle, source: Source, slots: list[Slot], message: Accept, digests: list[int]
+    ) -> Iterator[float]:
+        geometry = Geometry(handle.offer.tensors, slots, message.slots, message.slot_nbytes)
+        if geometry.slots * geometry.slot_nbytes > message.nbytes:
+            raise ProtocolViolation(f"a ring of {geometry.slots} slots does not fit into {message.nbytes} bytes")
+        mapping = self._kept.take(self._line.address, message.buffer, message.nbytes)
+
+        def filled(buckets: int) -> None:
+            self._line.send(Filled(message.refit_id, buckets))
+
+        yield from pour(source, geometry, mapping, lambda: handle.drained, filled, digests)
 
     def _farewell(self) -> None:
         self._line.send(Bye())

@@ -6,12 +6,15 @@ import hashlib
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
 from pitstop.engine.worker_ports import Bucket, Ticket
+from pitstop.transports.draining import HostDrainer
 
 # Children come from a server that has imported what takes seconds, and has no threads and no sockets.
 _server = multiprocessing.get_context("forkserver")
@@ -23,9 +26,12 @@ class Sink:
 
     def __init__(self) -> None:
         self.bucket: Bucket | None = None
+        self.groups = 0
 
     def landed(self, bucket: Bucket) -> None:
-        self.bucket = bucket
+        before = () if self.bucket is None else self.bucket.tensors
+        self.bucket = Bucket(bucket.refit_id, [*before, *bucket.tensors])
+        self.groups += 1
 
     def apply(self) -> None: ...
 
@@ -34,7 +40,7 @@ class Sink:
     def undo(self) -> None: ...
 
     def release(self) -> None:
-        self.bucket = None
+        self.bucket, self.groups = None, 0
 
     def content(self) -> dict[str, str]:
         assert self.bucket is not None
@@ -62,9 +68,8 @@ class Worker:
         return getattr(self, order)(*(() if argument is None else (argument,)))
 
     def receive(self, ticket: Ticket) -> None:
-        from pitstop.transports.shared_memory import SegmentReceiver
-
-        self._receiver = SegmentReceiver(ticket)
+        module, _, name = ticket.receiver.partition(":")
+        self._receiver = getattr(import_module(module), name)(ticket)
         self._thread = threading.Thread(target=self._receiver.run, args=(self.sink,))
         self._thread.start()
 
@@ -81,6 +86,22 @@ class Worker:
         assert self.sink.bucket is not None
         for _, tensor in self.sink.bucket.tensors:
             tensor.fill_(1)
+
+    def groups(self) -> int:
+        return self.sink.groups
+
+    def dawdle(self, seconds: float) -> None:
+        """Sleep before every bucket that is taken out of a ring, beating."""
+        drain = HostDrainer.drain
+
+        def slowly(drainer: HostDrainer, bucket: int) -> Iterator[int]:
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                time.sleep(0.02)
+                yield 0
+            yield from drain(drainer, bucket)
+
+        HostDrainer.drain = slowly  # type: ignore[method-assign, assignment]
 
     def release(self) -> None:
         self.sink.release()
@@ -135,7 +156,6 @@ def train(connection: Connection, address: str, orders: list[tuple[int, dict[str
 def train_rank(connection: Connection, address: str, rank: int, world_size: int, store: str, versions: int) -> None:
     """A rank that holds a share of the tensors: the others get theirs from it while they publish."""
     import random
-    import time
     from datetime import timedelta
 
     import torch

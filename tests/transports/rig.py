@@ -12,9 +12,10 @@ from pathlib import Path
 from pitstop.engine.errors import PitstopError, from_record
 from pitstop.engine.ports import Sending
 from pitstop.engine.refit import Outcome, RefitReport, ReplicaReport, route
-from pitstop.engine.worker_ports import Inventory, Progress, Ticket, WorkerLayout
+from pitstop.engine.worker_ports import Inventory, Mode, Progress, Ticket, WorkerLayout
 from pitstop.transports.control import ControlLink
 from pitstop.transports.remote import RemoteSending
+from pitstop.transports.room import Buffers
 from pitstop.transports.shared_memory import SharedMemoryTransport
 from tests.transports.children import Child, Worker
 from tests.transports.weights import inventory, weights
@@ -28,6 +29,7 @@ class Rig:
     model: Inventory
     limits: tuple[float, float] = (30.0, 5.0)
     progress: list[Progress] = field(default_factory=list)
+    mode: Mode = "auto"
     buffers: list[int] = field(default_factory=list)  # inodes of the segments used
 
     async def offer(self) -> RemoteSending:
@@ -37,7 +39,7 @@ class Rig:
     async def plan(self, sending: Sending, workers: Sequence[Child | Worker]) -> Sequence[Ticket]:
         manifest = route(sending.offer, self.model)
         layouts = [WorkerLayout("r0", 1, n, len(workers), w.pid, "cpu") for n, w in enumerate(workers)]
-        tickets = await self.transport.plan(sending.offer, manifest, layouts, self.limits)
+        tickets = await self.transport.plan(sending.offer, manifest, layouts, self.limits, self.mode)
         self.buffers += [os.stat(ticket.buffer).st_ino for ticket in tickets[:1]]
         return tickets
 
@@ -48,9 +50,13 @@ class Rig:
             tickets = await self.plan(sending, workers)
             for worker, ticket in zip(workers, tickets, strict=True):
                 await asyncio.to_thread(worker.receive, ticket)
-            trailer = await sending.send(route(sending.offer, self.model), tickets)
+            watch = asyncio.create_task(self.ended(sending.offer.refit_id, len(workers)))
+            ring = self.transport.ring(sending.offer.refit_id)
+            if ring is not None:
+                await until(lambda: self.here(sending.offer.refit_id) == len(workers))
+            trailer = await sending.send(route(sending.offer, self.model), tickets, ring)
             await self.transport.seal(trailer)
-            for progress in await self.ended(sending.offer.refit_id, len(workers)):
+            for progress in await watch:
                 if progress.error is not None:
                     raise from_record(progress.error)
         except PitstopError as failure:
@@ -74,6 +80,10 @@ class Rig:
                     break
         return over
 
+    def here(self, refit_id: str) -> int:
+        """How many receivers of a refit have come."""
+        return len({p.rank for p in self.progress if p.refit_id == refit_id})
+
     async def release(self, sending: Sending, workers: Sequence[Child | Worker]) -> None:
         for worker in workers:
             if worker.alive():
@@ -91,13 +101,20 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(folder: Path, model: Inventory | None = None, *, listen: str | None = None) -> AsyncIterator[Rig]:
+async def rig(
+    folder: Path,
+    model: Inventory | None = None,
+    *,
+    listen: str | None = None,
+    buffers: Buffers | None = None,
+    mode: Mode = "auto",
+) -> AsyncIterator[Rig]:
     offers: asyncio.Queue[RemoteSending] = asyncio.Queue()
     link = ControlLink(
         f"ipc://{folder}/control.sock", run_id="run-1", on_offer=offers.put_nowait, weight_version=lambda: 3,
         listen=listen,
     )  # fmt: skip
-    made = Rig(link, SharedMemoryTransport(link), offers, model or inventory(weights(0)))
+    made = Rig(link, SharedMemoryTransport(link, buffers), offers, model or inventory(weights(0)), mode=mode)
     task = asyncio.create_task(link.run())
     try:
         async with asyncio.timeout(10):

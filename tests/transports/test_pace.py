@@ -1,0 +1,142 @@
+"""A ring's pace and its cut, as properties."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pitstop.engine.errors import InvalidRequest, OfferRejected, ProtocolViolation
+from pitstop.engine.worker_ports import ITEMSIZE, TensorSpec, WorkerLayout
+from pitstop.transports.buckets import ALIGNMENT, cut
+from pitstop.transports.pace import Pace
+from pitstop.transports.room import Buffers, choose
+
+GIB = 1 << 30
+shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
+specs = st.lists(st.builds(TensorSpec, st.text(max_size=3), st.sampled_from(sorted(ITEMSIZE)), shapes), max_size=30)
+
+
+@given(specs, st.integers(1, 20))
+def test_a_cut_has_every_element_once_in_order_and_fits_its_slots(tensors: list[TensorSpec], blocks: int) -> None:
+    nbytes = blocks * ALIGNMENT
+    seen = [0] * len(tensors)
+    last = -1
+    for bucket in cut(tensors, nbytes):
+        end = 0
+        assert bucket
+        for part in bucket:
+            width = ITEMSIZE[tensors[part.row].dtype]
+            assert part.offset % ALIGNMENT == 0
+            assert part.offset >= end
+            end = part.offset + part.count * width
+            assert end <= nbytes
+            assert part.start == seen[part.row]
+            assert part.row >= last
+            last = part.row
+            seen[part.row] += part.count
+    assert seen == [prod(spec.shape) for spec in tensors]
+    assert {part.row for bucket in cut(tensors, nbytes) for part in bucket} == set(range(len(tensors)))
+
+
+@given(st.data())
+def test_no_slot_is_written_again_before_every_reader_that_is_in_is_done_with_it(data: st.DataObject) -> None:
+    slots = data.draw(st.integers(1, 4))
+    pace = Pace(buckets := data.draw(st.integers(1, 12)), slots, clock=lambda: 0.0)
+    readers = dict.fromkeys("abc"[: data.draw(st.integers(1, 3))], 0)
+    for name in readers:
+        pace.join(name)
+    for _ in range(data.draw(st.integers(0, 60))):
+        act = data.draw(st.sampled_from(["fill", "drain", "leave"]))
+        if act == "fill":
+            wanted = data.draw(st.integers(0, buckets + 1))
+            slowest = min(readers.values(), default=pace.drained)
+            if pace.filled <= wanted <= min(buckets, slowest + slots):
+                pace.fill(wanted)
+            else:
+                with pytest.raises(ProtocolViolation):
+                    pace.fill(wanted)
+        elif readers:
+            name = data.draw(st.sampled_from(sorted(readers)))
+            if act == "leave":
+                del readers[name]
+                pace.leave(name)
+                continue
+            wanted = data.draw(st.integers(0, buckets + 1))
+            if readers[name] <= wanted <= pace.filled:
+                readers[name] = wanted
+                pace.drain(name, wanted)
+            else:
+                with pytest.raises(ProtocolViolation):
+                    pace.drain(name, wanted)
+        assert pace.drained <= pace.filled <= pace.drained + slots
+        if readers:
+            assert pace.drained == min(readers.values())
+
+
+def test_who_comes_when_the_first_bucket_is_written_has_missed_it() -> None:
+    pace = Pace(3, 2)
+    pace.join("early")
+    pace.fill(1)
+    with pytest.raises(ProtocolViolation, match="late came when 1 of 3"):
+        pace.join("late")
+
+
+def test_a_reader_is_overdue_from_when_it_had_something_to_do() -> None:
+    now = 0.0
+    pace = Pace(9, 2, clock=lambda: now)
+    pace.join("quick")
+    pace.join("slow")
+    now = 100.0
+    assert not pace.overdue(5)
+    pace.fill(1)
+    pace.drain("quick", 1)
+    now = 106.0
+    assert pace.overdue(5) == ["slow"]
+    pace.drain("slow", 1)
+    assert not pace.overdue(5)
+    now = 200.0
+    pace.fill(2)
+    assert not pace.overdue(5)
+    now = 206.0
+    assert pace.overdue(5) == ["quick", "slow"]
+
+
+def layout(device: str = "", spare: int = 0) -> WorkerLayout:
+    return WorkerLayout("r0", 1, 0, 1, 1, "cpu", device, spare)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "device", "mode", "free", "name", "in_place"),
+    [
+        (1 * GIB, "", "auto", 8 * GIB, "shared_memory", False),
+        (1 * GIB, "", "in_place", 8 * GIB, "shared_memory_ring", True),
+        (6 * GIB, "", "auto", 8 * GIB, "shared_memory_ring", False),
+        (8 * GIB, "", "auto", 8 * GIB, "shared_memory_ring", True),
+        (6 * GIB, "cuda:a", "auto", 8 * GIB, "cuda_ipc", False),
+        (6 * GIB, "cuda:a", "in_place", 8 * GIB, "cuda_ipc", True),
+        (60 * GIB, "cuda:a", "auto", 8 * GIB, "cuda_ipc", True),
+        (1 * GIB, "cuda:b", "auto", 8 * GIB, "shared_memory", False),
+    ],
+)
+def test_the_way_follows_from_size_place_and_wish(
+    nbytes: int, device: str, mode: str, free: int, name: str, *, in_place: bool
+) -> None:
+    buffers = Buffers(most_nbytes=4 * GIB)
+    way = choose(nbytes, device, [layout("cuda:a", 20 * GIB)], mode, buffers, free, "this machine")  # type: ignore[arg-type]
+    assert (way.name, way.in_place) == (name, in_place)
+    assert bool(way.slots) is (name != "shared_memory")
+
+
+@pytest.mark.parametrize(("device", "free"), [("", 2 * GIB), ("cuda:a", 99 * GIB)])
+def test_staging_that_fits_nowhere_is_refused_and_says_what_would_do(device: str, free: int) -> None:
+    with pytest.raises(OfferRejected, match="in_place"):
+        choose(3 * GIB, device, [layout("cuda:a", 3 * GIB)], "staged", Buffers(), free, "this machine")
+
+
+@pytest.mark.parametrize("wrong", [{"slots": 0}, {"slots": 2000}, {"slot_nbytes": 100}, {"most_nbytes": -1}])
+def test_buffers_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+        Buffers(**wrong)

@@ -1,0 +1,137 @@
+"""The bucket ring: what arrives is what was sent, however small the slots, slow the readers or many of them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from pitstop.engine.errors import DeadlineExceeded, PeerLost
+from pitstop.engine.refit import route
+from pitstop.engine.worker_ports import Mode
+from pitstop.transports.buckets import cut, place
+from pitstop.transports.memory_link import memory_sending
+from pitstop.transports.room import Buffers
+from tests.transports.children import Worker, child, crawl, sha, train, work
+from tests.transports.rig import rig, until
+from tests.transports.weights import inventory, weights
+
+SPECS = inventory(weights(0)).tensors
+WHOLE = place(SPECS)[1]
+RINGS = {1: WHOLE, 4: WHOLE // 4 // 512 * 512 + 1024, 40: 1024}
+"""Slots of so many bytes cut the model into about so many buckets."""
+
+
+def ring(slot_nbytes: int, slots: int = 2) -> Buffers:
+    return Buffers(most_nbytes=0, slots=slots, slot_nbytes=slot_nbytes)
+
+
+def expected(version: int) -> dict[str, str]:
+    return {name: sha(tensor) for name, tensor in weights(version).items()}
+
+
+def test_the_rings_here_have_the_buckets_they_claim() -> None:
+    counts = {about: len(cut(SPECS, nbytes)) for about, nbytes in RINGS.items()}
+    assert counts[1] == 1
+    assert 3 <= counts[4] <= 5
+    assert counts[40] >= 40
+
+
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
+@pytest.mark.parametrize("buckets", RINGS)
+async def test_a_version_goes_through_a_ring_bit_for_bit_over_and_over(
+    tmp_path: Path, buckets: int, mode: Mode
+) -> None:
+    async with rig(tmp_path, buffers=ring(RINGS[buckets]), mode=mode) as engine:
+        orders: list[tuple[int, dict[str, object]]] = [(1, {}), (2, {}), (1, {})]
+        with child(work) as first, child(work) as second, child(train, engine.link.address, orders) as trainer:
+            for version, _ in orders:
+                trainer.pipe.send("go")
+                sending = await engine.offer()
+                report = await engine.refit(sending, [first, second], release=False)
+                assert report.error is None
+                for worker in (first, second):
+                    assert await asyncio.to_thread(worker.ask, "content") == expected(version)
+                    assert (await asyncio.to_thread(worker.ask, "groups") > 1) is (mode == "in_place" and buckets > 1)
+                await engine.release(sending, [first, second])
+                await asyncio.to_thread(trainer.answer)
+                assert (await asyncio.to_thread(trainer.answer))[0] == "committed"
+                assert sending.transport == "shared_memory_ring"
+    assert len(set(engine.buffers)) == 1
+
+
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
+async def test_a_trainer_of_the_engines_process_uses_the_ring_as_well(tmp_path: Path, mode: Mode) -> None:
+    async with rig(tmp_path, buffers=ring(2048, slots=3), mode=mode) as engine:
+        worker = Worker()
+        for version in (1, 2):
+            sending = memory_sending(weights(version).items(), weight_version=version)
+            report = await engine.refit(sending, [worker], release=False)
+            assert report.error is None
+            assert await asyncio.to_thread(worker.content) == expected(version)
+            await engine.release(sending, [worker])
+            assert sending.transport == "memory_ring"
+
+
+async def test_b33_a_reader_that_sleeps_before_each_bucket_never_sees_another_buckets_bytes(tmp_path: Path) -> None:
+    async with rig(tmp_path, buffers=ring(4096)) as engine:
+        with child(work) as first, child(work) as second, child(work) as sleeper:
+            await asyncio.to_thread(sleeper.ask, "dawdle", 0.03)
+            for version in (1, 2):
+                sending = memory_sending(weights(version).items(), weight_version=version)
+                report = await engine.refit(sending, [first, second, sleeper], release=False)
+                assert report.error is None
+                for worker in (first, second, sleeper):
+                    assert await asyncio.to_thread(worker.ask, "content") == expected(version)
+                await engine.release(sending, [first, second, sleeper])
+
+
+async def test_a_reader_that_takes_too_long_over_a_bucket_is_evicted_and_the_others_land(tmp_path: Path) -> None:
+    async with rig(tmp_path, buffers=ring(4096), mode="staged") as engine:
+        engine.limits = (60.0, 1.0)  # so that six silences are six seconds
+        with child(work) as well, child(work) as stuck:
+            await asyncio.to_thread(stuck.ask, "dawdle", 9.0)
+            sending = memory_sending(weights(1).items(), weight_version=1)
+            report = await engine.refit(sending, [well, stuck], release=False)
+            assert isinstance(report.error, DeadlineExceeded)
+            assert report.error.fields["rank"] == 1
+            assert "6 s over one bucket" in report.error.message
+            await until(lambda: any(p.kind == "landed" and p.rank == 0 for p in engine.progress), 20)
+
+
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
+async def test_a_reader_killed_between_two_buckets_fails_alone(tmp_path: Path, mode: Mode) -> None:
+    async with rig(tmp_path, buffers=ring(4096), mode=mode) as engine:
+        with child(work) as well, child(work) as struck:
+            await asyncio.to_thread(struck.ask, "dawdle", 0.2)
+            sending = memory_sending(weights(1).items(), weight_version=1)
+            tickets = await engine.plan(sending, [well, struck])
+            watch = asyncio.create_task(engine.ended(sending.offer.refit_id, 2))
+            for worker, ticket in zip((well, struck), tickets, strict=True):
+                await asyncio.to_thread(worker.receive, ticket)
+            await until(lambda: engine.here(sending.offer.refit_id) == 2)
+            pace = engine.transport.ring(sending.offer.refit_id)
+            assert pace is not None
+            sent = asyncio.create_task(sending.send(route(sending.offer, engine.model), tickets, pace))
+            await until(lambda: pace.drained >= 2)
+            struck.process.kill()
+            await engine.transport.seal(await sent)
+            ends = {p.rank: p for p in await watch if p.kind != "attached"}
+            assert (ends[0].kind, ends[1].kind) == ("landed", "failed")
+            assert ends[1].error is not None
+            assert ends[1].error.slug == "peer_lost"
+            assert await asyncio.to_thread(well.ask, "content") == expected(1)
+            await engine.release(sending, [well])
+            again = memory_sending(weights(2).items(), weight_version=2)
+            assert (await engine.refit(again, [well])).error is None
+
+
+async def test_a_trainer_killed_while_it_fills_the_ring_is_lost_at_once(tmp_path: Path) -> None:
+    async with rig(tmp_path, buffers=ring(4096)) as engine:
+        with child(work) as worker, child(crawl, engine.link.address, {}) as trainer:
+            refit = asyncio.create_task(engine.refit(await engine.offer(), [worker]))
+            assert await asyncio.to_thread(trainer.answer) == "sending"
+            trainer.process.kill()
+            assert isinstance((await refit).error, PeerLost)
+            assert (await engine.refit(memory_sending(weights(2).items(), weight_version=2), [worker])).error is None

@@ -1,0 +1,157 @@
+"""A receiver's way through a ring in host memory: out of each slot, into memory of its own, digested on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from threading import Lock
+from typing import TYPE_CHECKING, Final, Protocol
+
+from pitstop.engine.errors import DigestMismatch, ProtocolViolation, names
+from pitstop.engine.worker_ports import ITEMSIZE, TensorSpec, Ticket
+from pitstop.transports.buckets import cut
+from pitstop.transports.digest import COPY, Work
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pitstop.transports.segment import Mapping
+
+
+class Drainer(Protocol):
+    """Takes buckets out of a ring, in order. When `drain` has ended, nothing looks into the slot any more."""
+
+    def drain(self, bucket: int) -> Iterator[int]:
+        """Copy and digest, yielding every few milliseconds."""
+
+    def complete(self) -> list[tuple[TensorSpec, Tensor]]:
+        """Return the tensors that have become whole since the last call, unproven."""
+
+    def digests(self) -> tuple[int, ...]:
+        """Return every row's digest, when all buckets have been drained."""
+
+    def close(self) -> None:
+        """Let go of what it holds; tensors that were taken in place stay whole."""
+
+
+class HostDrainer:
+    """Implements `Drainer` in host memory.
+
+    Staged, all tensors lie in one piece of memory that the process keeps for the next refit, since memory that is
+    touched for the first time takes several times longer. In place, each has memory of its own.
+    """
+
+    def __init__(self, ticket: Ticket, mapping: Mapping) -> None:
+        import numpy as np
+
+        self._specs: Final = [placed.spec for placed in ticket.tensors]
+        self._buckets: Final = cut(self._specs, ticket.slot_nbytes)
+        self._ticket = ticket
+        self._mapping = mapping
+        self._left = [spec.nbytes // ITEMSIZE[spec.dtype] for spec in self._specs]
+        self._ready: list[int] = []
+        self._tensors: dict[int, Tensor] = {}
+        self._digests = np.zeros(len(self._specs), np.uint64)
+        self._spare: Tensor | None = None
+        if not ticket.in_place:
+            self._spare = _spare.take(sum(-(-spec.nbytes // 512) * 512 for spec in self._specs))
+            for row, placed in enumerate(ticket.tensors):
+                self._tensors[row] = _view(self._spare, placed.spec, placed.offset)
+
+    @property
+    def buckets(self) -> int:
+        """How many there are."""
+        return len(self._buckets)
+
+    def drain(self, bucket: int) -> Iterator[int]:
+        """See `Drainer.drain`."""
+        import numpy as np
+
+        slot = self._mapping.address + bucket % self._ticket.slots * self._ticket.slot_nbytes
+        parts = self._buckets[bucket]
+        table = []
+        for part in parts:
+            width = ITEMSIZE[self._specs[part.row].dtype]
+            here = self._tensor(part.row).data_ptr() + part.start * width
+            table.append((width, slot + part.offset, here, part.count, part.start))
+        width, source, target, count, start = np.array(table, np.uint64).T.copy()
+        work = Work(COPY, width.astype(np.int64), source, target, count.astype(np.int64), start.astype(np.int64))
+        yield from work
+        np.add.at(self._digests, [part.row for part in parts], work.digests)
+        for part in parts:
+            self._left[part.row] -= part.count
+            if not self._left[part.row]:
+                self._ready.append(part.row)
+
+    def complete(self) -> list[tuple[TensorSpec, Tensor]]:
+        """See `Drainer.complete`."""
+        ready, self._ready = self._ready, []
+        return [(self._specs[row], self._tensors.pop(row)) for row in ready]
+
+    def digests(self) -> tuple[int, ...]:
+        """See `Drainer.digests`."""
+        return tuple(self._digests.tolist())
+
+    def close(self) -> None:
+        """See `Drainer.close`."""
+        spare, self._spare = self._spare, None
+        self._tensors.clear()
+        if spare is not None:
+            _spare.give(spare)
+
+    def _tensor(self, row: int) -> Tensor:
+        import torch
+
+        if row not in self._tensors:
+            spec = self._specs[row]
+            self._tensors[row] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        return self._tensors[row]
+
+
+def proven(specs: Sequence[TensorSpec], found: Sequence[int], digests: Sequence[int]) -> None:
+    """Compare what was received with a trailer.
+
+    Raises:
+        DigestMismatch: names the tensors that are not what was sent.
+        ProtocolViolation: the trailer is of something else.
+    """
+    if len(digests) != len(specs):
+        raise ProtocolViolation(f"{len(digests)} digests for {len(specs)} tensors")
+    differ = [spec.name for spec, one, other in zip(specs, found, digests, strict=True) if one != other]
+    if differ:
+        raise DigestMismatch(
+            f"{len(differ)} of {len(specs)} tensors are not what was sent: {names(differ)}",
+            tensor=differ[0],
+            count=len(differ),
+        )
+
+
+def _view(memory: Tensor, spec: TensorSpec, offset: int) -> Tensor:
+    import torch
+
+    view: Tensor = memory[offset : offset + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
+    return view
+
+
+class _Spare:
+    """Memory that the last staged refit used, for the next one."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._memory: Tensor | None = None
+
+    def take(self, nbytes: int) -> Tensor:
+        import torch
+
+        with self._lock:
+            memory, self._memory = self._memory, None
+        if memory is not None and memory.nbytes >= nbytes:
+            return memory
+        del memory
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def give(self, memory: Tensor) -> None:
+        with self._lock:
+            self._memory = memory
+
+
+_spare: Final = _Spare()

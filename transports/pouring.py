@@ -1,0 +1,64 @@
+"""A trainer's way through a ring: bucket after bucket, as slots come free. No sockets, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from pitstop.engine.errors import ProtocolViolation
+from pitstop.engine.worker_ports import TensorSpec
+from pitstop.transports.buckets import ALIGNMENT, cut
+from pitstop.transports.deadline import BEAT_S
+from pitstop.transports.packing import Slot, Source, wanted
+
+if TYPE_CHECKING:
+    from pitstop.transports.segment import Mapping
+
+
+class Geometry:
+    """What both ends of a ring derive from the same rows: which part lies where in which bucket.
+
+    Raises:
+        ProtocolViolation: a ring that cannot be.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], rows: Sequence[Slot], slots: int, slot_nbytes: int) -> None:
+        if slots < 1 or slot_nbytes < ALIGNMENT or slot_nbytes % ALIGNMENT:
+            raise ProtocolViolation(f"the engine asks for a ring of {slots} slots of {slot_nbytes} bytes")
+        self.slots: Final = slots
+        self.slot_nbytes: Final = slot_nbytes
+        self.rows: Final = rows
+        self.specs: Final = [TensorSpec(s.name, r.dtype, s.shape) for r in rows for s in (wanted(specs, r),)]
+        self.buckets: Final = cut(self.specs, slot_nbytes)
+
+    def slot(self, bucket: int) -> int:
+        """Return the byte at which a bucket's slot begins."""
+        return bucket % self.slots * self.slot_nbytes
+
+
+def pour(
+    source: Source,
+    geometry: Geometry,
+    into: Mapping,
+    drained: Callable[[], int],
+    filled: Callable[[int], None],
+    digests: list[int],
+) -> Iterator[float]:
+    """Write every bucket, telling `filled`; yield how many seconds may be waited: 0.0, or more where no slot is free.
+
+    `digests` holds every row's when it has ended.
+    """
+    import numpy as np
+
+    total = np.zeros(len(geometry.rows), np.uint64)
+    for n, bucket in enumerate(geometry.buckets):
+        while n - drained() >= geometry.slots:
+            yield BEAT_S
+        at, rows = geometry.slot(n), geometry.rows
+        parts = [Slot(rows[p.row].index, rows[p.row].dtype, at + p.offset, p.start, p.count) for p in bucket]
+        sums = np.zeros(len(parts), np.uint64)
+        for _ in source.pack(parts, into, sums):
+            yield 0.0
+        np.add.at(total, [p.row for p in bucket], sums)
+        filled(n + 1)
+    digests[:] = total.tolist()

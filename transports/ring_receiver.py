@@ -1,0 +1,129 @@
+"""The receiving end of a ring in a worker process: take each bucket out, say so, prove the whole by the trailer.
+
+A slot is said to be drained when its bytes are in memory of our own, never sooner; so a receiver that sleeps between
+two reads can hold the trainer up, but never sees what belongs to another bucket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from pitstop.engine.errors import DigestMismatch
+from pitstop.engine.worker_ports import Bucket, Ticket, WeightSink
+from pitstop.transports.deadline import BEAT_S, Limit
+from pitstop.transports.draining import HostDrainer, proven
+from pitstop.transports.messages import Drained, Filled, FromEngine, Report
+from pitstop.transports.receiver import LinkedReceiver
+from pitstop.transports.segment import Kept
+from pitstop.transports.zmq_link import Line
+
+_AHEAD: Final = 2  # groups of tensors that wait for the sink while the next one is taken out
+
+_kept = Kept("read")
+
+
+class RingReceiver(LinkedReceiver):
+    """Implements `worker_ports.Receiver` where a version comes in buckets."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        super().__init__(ticket)
+        self._filled = 0
+        self._drainer: HostDrainer | None = None
+
+    def close(self) -> None:
+        """See `Receiver.close`."""
+        super().close()
+        drainer, self._drainer = self._drainer, None
+        if drainer is not None and self._ended.is_set():
+            drainer.close()
+
+    def _receive(self, line: Line, sink: WeightSink) -> None:
+        ticket = self._ticket
+        mapping = _kept.take(ticket.address, ticket.buffer, ticket.nbytes)
+        drainer = self._drainer = HostDrainer(ticket, mapping)
+        line.send(Report(ticket.refit_id, "attached"))
+        limit = Limit(ticket.receive_s)
+        loading = _Loading(sink, line.wake) if ticket.in_place else None
+        try:
+            for n in range(drainer.buckets):
+                while self._filled <= n:
+                    self._listen(line, limit, BEAT_S)
+                for _ in drainer.drain(n):
+                    self._listen(line, limit, 0.0)
+                line.send(Drained(ticket.refit_id, n + 1))
+                if loading is not None and (whole := drainer.complete()):
+                    while not loading.take(Bucket(ticket.refit_id, whole)):
+                        self._listen(line, limit, BEAT_S)
+            digests = self._trailer(line, limit)
+            proven([placed.spec for placed in ticket.tensors], drainer.digests(), digests)
+            while loading is not None and not loading.done():
+                self._listen(line, limit, BEAT_S)
+        except DigestMismatch:
+            # A page that somebody in this process wrote to would show what it shows now for ever.
+            _kept.drop(ticket.address)
+            raise
+        finally:
+            if loading is not None:
+                loading.close()
+        self._listen(line, limit, 0.0)
+        if loading is None:
+            self._holds = True
+            sink.landed(Bucket(ticket.refit_id, drainer.complete()))
+
+    def _heard(self, message: FromEngine) -> bool:
+        if isinstance(message, Filled):
+            self._filled = max(self._filled, message.buckets)
+            return True
+        return super()._heard(message)
+
+
+class _Loading:
+    """Hands groups of tensors to the sink, in a thread: a load may take longer than the engine bears silence."""
+
+    def __init__(self, sink: WeightSink, moved: Callable[[], None]) -> None:
+        self._sink = sink
+        self._moved = moved
+        self._groups: queue.Queue[Bucket | None] = queue.Queue(_AHEAD)
+        self._closed = False
+        self._failure: Exception | None = None
+        threading.Thread(target=self._run, name="pitstop-load", daemon=True).start()
+
+    def take(self, group: Bucket) -> bool:
+        """Take a group over; False if others have to be loaded first. Raises what the sink has raised."""
+        self._check()
+        try:
+            self._groups.put_nowait(group)
+        except queue.Full:
+            return False
+        return True
+
+    def done(self) -> bool:
+        """Whether all is loaded. Raises what the sink has raised."""
+        self._check()
+        return not self._groups.unfinished_tasks
+
+    def close(self) -> None:
+        """Load nothing more."""
+        self._closed = True
+        with contextlib.suppress(queue.Full):  # then there is something for it to wake up by
+            self._groups.put_nowait(None)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        while (group := self._groups.get()) is not None and not self._closed:
+            try:
+                self._sink.landed(group)
+            except Exception as failure:  # noqa: BLE001 - raised where the engine is told
+                self._failure = failure
+                self._moved()
+                return
+            del group
+            self._groups.task_done()
+            self._moved()

@@ -1,0 +1,104 @@
+"""Which way a version takes to its receivers: decided from what is known before anything is suspended. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from pitstop.engine.errors import InvalidRequest, OfferRejected
+from pitstop.engine.worker_ports import Mode, WorkerLayout
+from pitstop.transports.buckets import ALIGNMENT
+from pitstop.transports.memory import HEADROOM
+from pitstop.transports.messages import MOST_SLOTS
+
+_GIB: Final = 1 << 30
+_DEVICE_HEADROOM: Final = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffers:
+    """How much memory a refit may use on its way. Sizes in bytes.
+
+    A version of at most `most_nbytes` (None: as much as there is) lies in one shared segment, from which it can be
+    delivered again. A larger one travels in buckets through a ring of `slots` slots of `slot_nbytes`; on a GPU
+    that trainer and engine share, always, with `device_slot_nbytes`. Slots that fit into the cores' shared cache are
+    quickest, since the second copy reads what the first one wrote; on a GPU a launch has to be worth it.
+    """
+
+    most_nbytes: int | None = None
+    slots: int = 4
+    slot_nbytes: int = 4 << 20
+    device_slot_nbytes: int = 128 << 20
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.slots <= MOST_SLOTS:
+            raise InvalidRequest(f"slots is {self.slots}, not a number from 1 to {MOST_SLOTS}")
+        for name in ("slot_nbytes", "device_slot_nbytes"):
+            nbytes = getattr(self, name)
+            if nbytes <= 0 or nbytes % ALIGNMENT:
+                raise InvalidRequest(f"{name} is {nbytes}, not a positive multiple of {ALIGNMENT}")
+        if self.most_nbytes is not None and self.most_nbytes < 0:
+            raise InvalidRequest(f"most_nbytes is {self.most_nbytes}, below 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """`why` is for people. `slots` is 0 where the version lies in the buffer as a whole."""
+
+    name: Literal["shared_memory", "shared_memory_ring", "cuda_ipc"]
+    in_place: bool
+    slots: int
+    slot_nbytes: int
+    why: str
+
+
+def choose(
+    nbytes: int, device: str, receivers: Sequence[WorkerLayout], mode: Mode, buffers: Buffers, free: int, whose: str
+) -> Way:
+    """Choose for `nbytes` on the trainer's `device`; `free` bytes of host memory are left, by `whose` limit.
+
+    Raises:
+        OfferRejected: what `mode` asks for does not fit anywhere.
+    """
+    if device and all(layout.device_id == device for layout in receivers):
+        spare = min(layout.spare_nbytes for layout in receivers)
+        needs = nbytes * len(receivers) + _DEVICE_HEADROOM
+        why = f"trainer and engine share {device}, of which {spare / _GIB:.2f} GiB are free"
+        if mode == "staged" and needs > spare:
+            raise OfferRejected(
+                f"staging needs {needs / _GIB:.2f} GiB of {device}, but only {spare / _GIB:.2f} GiB are free: "
+                "ask for mode in_place, or leave the engine less memory for its cache",
+                nbytes=needs, available=spare,
+            )  # fmt: skip
+        in_place = mode == "in_place" or (mode == "auto" and needs > spare)
+        return Way("cuda_ipc", in_place, buffers.slots, buffers.device_slot_nbytes, why)
+    most = free - HEADROOM
+    if mode != "in_place":
+        limit = most if buffers.most_nbytes is None else min(most, buffers.most_nbytes)
+        if nbytes <= limit:
+            return Way("shared_memory", False, 0, 0, f"it fits into {limit / _GIB:.2f} GiB")
+        # A ring's receivers keep what they take out of it until the swap, each for itself.
+        needs = nbytes * len(receivers) + buffers.slots * buffers.slot_nbytes
+        if needs <= most:
+            return _ring(
+                buffers, f"{nbytes / _GIB:.2f} GiB are more than the {limit / _GIB:.2f} allowed", in_place=False
+            )
+        if mode == "staged":
+            raise OfferRejected(
+                f"the refit needs {min(needs, nbytes) / _GIB:.2f} GiB of memory and {HEADROOM / _GIB:.2f} GiB of "
+                f"headroom, but only {free / _GIB:.2f} GiB can be had (limit of {whose}): mode in_place needs less",
+                nbytes=nbytes, available=free,
+            )  # fmt: skip
+    if buffers.slots * buffers.slot_nbytes > most:
+        raise OfferRejected(
+            f"no memory for a ring of {buffers.slots} slots of {buffers.slot_nbytes} bytes: only {free / _GIB:.2f} GiB "
+            f"can be had (limit of {whose})",
+            nbytes=nbytes, available=free,
+        )  # fmt: skip
+    why = "asked for" if mode == "in_place" else f"only {free / _GIB:.2f} GiB can be had (limit of {whose})"
+    return _ring(buffers, why, in_place=True)
+
+
+def _ring(buffers: Buffers, why: str, *, in_place: bool) -> Way:
+    return Way("shared_memory_ring", in_place, buffers.slots, buffers.slot_nbytes, why)
