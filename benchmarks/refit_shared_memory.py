@@ -38,11 +38,13 @@ from pitstop.transports.control import ControlLink
 from pitstop.transports.digest import COPY, Work, prepare
 from pitstop.transports.packing import Proof, Slot
 from pitstop.transports.remote import RemoteSending
+from pitstop.transports.ring_receiver import RingReceiver
+from pitstop.transports.room import Buffers
 from pitstop.transports.segment import Mapping, Segment
 from pitstop.transports.shared_memory import SegmentReceiver, SharedMemoryTransport
 from pitstop.transports.sources import TensorSource
 
-BUDGET = {"load": 0.85, "pack_and_load": 0.40}
+BUDGET = {"load": 0.85, "pack_and_load": 0.40, "ring": 0.65}
 
 
 def model(nbytes: int, count: int, dtype: str = "bfloat16") -> list[tuple[str, torch.Tensor]]:
@@ -170,7 +172,8 @@ def worker(pipe: Connection) -> None:
     prepare().result()
     sink = Sink()
     while (ticket := pipe.recv()) is not None:
-        receiver = SegmentReceiver(msgspec.msgpack.decode(ticket, type=Ticket))
+        known = msgspec.msgpack.decode(ticket, type=Ticket)
+        receiver = (RingReceiver if known.slots else SegmentReceiver)(known)
         thread = threading.Thread(target=receiver.run, args=(sink,))
         thread.start()
         pipe.send(None)
@@ -194,12 +197,12 @@ def trainer(pipe: Connection, address: str, nbytes: int, count: int) -> None:
             pipe.send(None)
 
 
-async def refit(nbytes: int, count: int, rounds: int) -> dict[str, Any]:
+async def refit(nbytes: int, count: int, rounds: int, buffers: Buffers) -> dict[str, Any]:
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         offers: asyncio.Queue[RemoteSending] = asyncio.Queue()
         link = ControlLink(f"ipc://{folder}/control.sock", run_id="benchmark", on_offer=offers.put_nowait)
-        transport = SharedMemoryTransport(link)
+        transport = SharedMemoryTransport(link, buffers)
         serving = asyncio.create_task(link.run())
         await link.ready()
         ours, theirs = spawn.Pipe()
@@ -239,8 +242,11 @@ async def one(transport: SharedMemoryTransport, sending: RemoteSending, pipe: Co
     tickets = await transport.plan(offer, manifest, [layout], (120.0, 5.0))
     await asyncio.to_thread(lambda: pipe.send(msgspec.msgpack.encode(tickets[0])))
     await asyncio.to_thread(pipe.recv)
-    await transport.seal(await sending.send(manifest, tickets))
-    async for progress in transport.watch(offer.refit_id):
+    progresses = transport.watch(offer.refit_id)
+    if (ring := transport.ring(offer.refit_id)) is not None and (await anext(progresses)).kind != "attached":
+        raise AssertionError("the receiver did not come")
+    await transport.seal(await sending.send(manifest, tickets, ring))
+    async for progress in progresses:
         if progress.kind == "failed":
             raise AssertionError(progress.error)
         if progress.kind == "landed":
@@ -285,7 +291,15 @@ def main() -> None:
     torch.set_num_threads(1)
     prepare().result()
     halves = compare(nbytes, arguments.pairs)
-    whole = {str(n): asyncio.run(refit(nbytes, n, arguments.pairs)) for n in (300, 10_000)}
+    ways = {"segment": Buffers()} | {
+        f"ring_{slots}x{mib}MiB": Buffers(most_nbytes=0, slots=slots, slot_nbytes=mib << 20)
+        for slots, mib in ((2, 4), (4, 4), (8, 4), (4, 16))
+    }
+    whole = {
+        f"{way}_{n}": asyncio.run(refit(nbytes, n, arguments.pairs, buffers))
+        for way, buffers in ways.items()
+        for n in (300, 10_000)
+    }
     print(
         json.dumps(
             {

@@ -27,7 +27,7 @@ class Buffers:
     """
 
     most_nbytes: int | None = None
-    slots: int = 4
+    slots: int = 8
     slot_nbytes: int = 4 << 20
     device_slot_nbytes: int = 128 << 20
 

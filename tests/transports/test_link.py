@@ -37,6 +37,7 @@ from pitstop.transports.messages import (
     Welcome,
 )
 from pitstop.transports.segment import Probe
+from pitstop.transports.shared_memory import RECEIVER
 from pitstop.transports.zmq_link import pid_space, pidfd
 from tests.transports.children import Worker
 from tests.transports.rig import Rig, rig
@@ -342,7 +343,7 @@ async def test_a_receiver_gives_up_on_a_silent_engine_and_on_a_dead_one(tmp_path
         engine = Engine(f"ipc://{folder}/fake.sock", partial(to_reports, answer), mute=mute)
         worker = Worker()
         ticket = Ticket(
-            "r", "r0", 1, 0, "", engine.probe.path, 32, (), f"ipc://{folder}/fake.sock", "t", 20.0, 0.6
+            "r", "r0", 1, 0, RECEIVER, engine.probe.path, 32, (), f"ipc://{folder}/fake.sock", "t", 20.0, 0.6
         )  # fmt: skip
         worker.receive(ticket)
         thread = worker._thread
