@@ -1,4 +1,4 @@
-"""A receiver's way through a ring in host memory: out of each slot, into memory of its own, digested on the way."""
+"""A receiver's way through a ring: out of each slot, into memory of its own, digested on the way."""
 
 from __future__ import annotations
 
@@ -18,10 +18,17 @@ if TYPE_CHECKING:
 
 
 class Drainer(Protocol):
-    """Takes buckets out of a ring, in order. When `drain` has ended, nothing looks into the slot any more."""
+    """Takes buckets out of a ring, in order."""
 
-    def drain(self, bucket: int) -> Iterator[int]:
-        """Copy and digest, yielding every few milliseconds."""
+    @property
+    def buckets(self) -> int:
+        """How many there are."""
+
+    def drain(self, first: int, end: int) -> Iterator[int]:
+        """Copy and digest some of those from `first` to before `end`, at least one; yield every few milliseconds.
+
+        The last number it yields is that of the next bucket; nothing looks into the slots of those before it then.
+        """
 
     def complete(self) -> list[tuple[TensorSpec, Tensor]]:
         """Return the tensors that have become whole since the last call, unproven."""
@@ -62,10 +69,11 @@ class HostDrainer:
         """How many there are."""
         return len(self._buckets)
 
-    def drain(self, bucket: int) -> Iterator[int]:
-        """See `Drainer.drain`."""
+    def drain(self, first: int, end: int) -> Iterator[int]:
+        """See `Drainer.drain`. One, so that its slot is free again as soon as may be."""
         import numpy as np
 
+        bucket = first
         slot = self._mapping.address + bucket % self._ticket.slots * self._ticket.slot_nbytes
         parts = self._buckets[bucket]
         table = []
@@ -75,12 +83,14 @@ class HostDrainer:
             table.append((width, slot + part.offset, here, part.count, part.start))
         width, source, target, count, start = np.array(table, np.uint64).T.copy()
         work = Work(COPY, width.astype(np.int64), source, target, count.astype(np.int64), start.astype(np.int64))
-        yield from work
+        for _ in work:
+            yield first
         np.add.at(self._digests, [part.row for part in parts], work.digests)
         for part in parts:
             self._left[part.row] -= part.count
             if not self._left[part.row]:
                 self._ready.append(part.row)
+        yield bucket + 1
 
     def complete(self) -> list[tuple[TensorSpec, Tensor]]:
         """See `Drainer.complete`."""
@@ -105,6 +115,49 @@ class HostDrainer:
             spec = self._specs[row]
             self._tensors[row] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
         return self._tensors[row]
+
+
+class DeviceDrainer:
+    """Implements `Drainer` on the GPU where the trainer lends its ring."""
+
+    def __init__(self, ticket: Ticket, handle: bytes, nbytes: int) -> None:
+        from pitstop.transports import cuda_memory
+        from pitstop.transports.cuda_ring import Drainer as CudaDrainer
+
+        self._ring = cuda_memory.borrow(ticket.address, cuda_memory.device_of(ticket.device), handle, nbytes)
+        specs = [placed.spec for placed in ticket.tensors]
+        self._drainer = CudaDrainer(self._ring, specs, ticket.slots, ticket.slot_nbytes, in_place=ticket.in_place)
+        self._whole: list[int] = []
+
+    @property
+    def buckets(self) -> int:
+        """How many there are."""
+        return self._drainer.buckets
+
+    def drain(self, first: int, end: int) -> Iterator[int]:
+        """See `Drainer.drain`. All of them at once: each time the GPU has to be waited for."""
+        self._whole += self._drainer.drain(*range(first, end))
+        yield end
+
+    def complete(self) -> list[tuple[TensorSpec, Tensor]]:
+        """See `Drainer.complete`."""
+        whole, self._whole = self._whole, []
+        return self._drainer.tensors(whole)
+
+    def digests(self) -> tuple[int, ...]:
+        """See `Drainer.digests`."""
+        return tuple(self._drainer.digests().tolist())
+
+    def close(self) -> None:
+        """See `Drainer.close`."""
+        self._whole.clear()
+
+
+def forget_lent(engine: str) -> None:
+    """Unmap what a trainer has lent, as soon as nothing uses it: the trainer may be gone, and its memory not free."""
+    from pitstop.transports import cuda_memory
+
+    cuda_memory.forget(engine)
 
 
 def proven(specs: Sequence[TensorSpec], found: Sequence[int], digests: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 from uuid import uuid4
 
 from pitstop.engine.errors import DeadlineExceeded, LocalError, PitstopError, WorkerFailed
@@ -18,12 +18,16 @@ from pitstop.engine.refit import RefitReport
 from pitstop.engine.worker_ports import Manifest, Offer, Ticket, Trailer
 from pitstop.transports.packing import Slot, Source
 from pitstop.transports.pool import WRITING
-from pitstop.transports.pouring import Geometry, pour
+from pitstop.transports.pouring import Geometry, pour, pour_lent
 from pitstop.transports.segment import Kept
 from pitstop.transports.sources import Publishable, device_of, source_of
 
+if TYPE_CHECKING:
+    from pitstop.transports.cuda_memory import LentRing
+
 _STOP_S: Final = 2.0
 _kept: Final = Kept("write")
+_rings: Final[list[LentRing]] = []  # at most one: the last refit's
 
 
 def memory_sending(
@@ -125,7 +129,7 @@ class MemorySending:
         loop = asyncio.get_running_loop()
         pace = None if ring is None else _Pace(ring, loop)
         if ring is not None:
-            self.transport = "memory_ring"
+            self.transport = "cuda_ipc" if first.device else "memory_ring"
         digests: asyncio.Future[tuple[int, ...]] = loop.create_future()
 
         def pack() -> None:
@@ -200,9 +204,15 @@ class MemorySending:
     def _pour(self, source: Source, manifest: Manifest, ticket: Ticket, pace: _Pace) -> tuple[int, ...]:
         rows = [Slot(row.index, row.spec.dtype, 0) for row in manifest.rows]
         geometry = Geometry(self.offer.tensors, rows, ticket.slots, ticket.slot_nbytes)
-        mapping = _kept.take(ticket.address, ticket.buffer, ticket.nbytes)
         digests: list[int] = []
-        for seconds in pour(source, geometry, mapping, pace.drained, pace.filled, digests):
+        if ticket.device:
+            lent = _lent(ticket)
+            pace.lent(lent.handle, lent.nbytes)
+            pouring = pour_lent(source, geometry, lent, pace.drained, pace.filled, digests)
+        else:
+            mapping = _kept.take(ticket.address, ticket.buffer, ticket.nbytes)
+            pouring = pour(source, geometry, mapping, pace.drained, pace.filled, digests)
+        for seconds in pouring:
             if seconds:
                 pace.wait(seconds)
             if self._stop.is_set():
@@ -230,6 +240,11 @@ class _Pace:
         """Return how many buckets every receiver is done with."""
         return self._drained
 
+    def lent(self, handle: bytes, nbytes: int) -> None:
+        """See `Ring.lent`."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._ring.lent, handle, nbytes)
+
     def filled(self, buckets: int) -> None:
         """That many have been written."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
@@ -246,6 +261,13 @@ class _Pace:
         with self._grown:
             self._drained = buckets
             self._grown.notify_all()
+
+
+def _lent(ticket: Ticket) -> LentRing:
+    from pitstop.transports.cuda_memory import lend
+
+    _rings[:] = [lend(_rings[0] if _rings else None, ticket.device, ticket.nbytes)]
+    return _rings[0]
 
 
 def _resolve(digests: asyncio.Future[tuple[int, ...]], result: tuple[int, ...] | PitstopError) -> None:

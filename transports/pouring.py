@@ -1,18 +1,23 @@
-"""A trainer's way through a ring: bucket after bucket, as slots come free. No sockets, no clock."""
+"""A trainer's way through a ring: bucket after bucket, as slots come free. No sockets."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from pitstop.engine.errors import ProtocolViolation
+from pitstop.engine.errors import OfferRejected, ProtocolViolation
 from pitstop.engine.worker_ports import TensorSpec
 from pitstop.transports.buckets import ALIGNMENT, cut
 from pitstop.transports.deadline import BEAT_S
 from pitstop.transports.packing import Slot, Source, wanted
 
 if TYPE_CHECKING:
+    from pitstop.transports.cuda_memory import LentRing
     from pitstop.transports.segment import Mapping
+
+_AHEAD: Final = 2  # buckets that are being written on a GPU at the same time
+_LOOK_S: Final = 0.05
 
 
 class Geometry:
@@ -62,3 +67,41 @@ def pour(
         np.add.at(total, [p.row for p in bucket], sums)
         filled(n + 1)
     digests[:] = total.tolist()
+
+
+def pour_lent(
+    source: Source,
+    geometry: Geometry,
+    ring: LentRing,
+    drained: Callable[[], int],
+    filled: Callable[[int], None],
+    digests: list[int],
+) -> Iterator[float]:
+    """`pour`, on a GPU: nothing is said to be written before the GPU has written it.
+
+    Raises:
+        OfferRejected: the source is not on a GPU.
+    """
+    from pitstop.transports.cuda_ring import Fence, Pourer
+    from pitstop.transports.sources import TensorSource
+
+    if not isinstance(source, TensorSource):
+        raise OfferRejected("the engine wants the weights from a GPU, and the source has none there")
+    tensors, ready = source.lendable([row.index for row in geometry.rows])
+    pourer = Pourer(tensors, geometry.specs, ring, geometry.slots, geometry.slot_nbytes, ready)
+    underway: deque[Fence] = deque()
+    begun = done = 0
+    while done < pourer.buckets:
+        if begun < pourer.buckets and len(underway) < _AHEAD and begun - drained() < geometry.slots:
+            underway.append(pourer.pour(begun))
+            begun += 1
+        elif not underway:
+            yield BEAT_S
+        elif pourer.wait(underway[0], _LOOK_S):
+            underway.popleft()
+            done += 1
+            filled(done)
+            yield 0.0
+        else:
+            yield 0.0
+    digests[:] = pourer.digests().tolist()

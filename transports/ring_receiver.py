@@ -15,8 +15,8 @@ from typing import Final
 from pitstop.engine.errors import DigestMismatch
 from pitstop.engine.worker_ports import Bucket, Ticket, WeightSink
 from pitstop.transports.deadline import BEAT_S, Limit
-from pitstop.transports.draining import HostDrainer, proven
-from pitstop.transports.messages import Drained, Filled, FromEngine, Report
+from pitstop.transports.draining import DeviceDrainer, Drainer, HostDrainer, forget_lent, proven
+from pitstop.transports.messages import Drained, Filled, FromEngine, Lend, Report
 from pitstop.transports.receiver import LinkedReceiver
 from pitstop.transports.segment import Kept
 from pitstop.transports.zmq_link import Line
@@ -32,7 +32,8 @@ class RingReceiver(LinkedReceiver):
     def __init__(self, ticket: Ticket) -> None:
         super().__init__(ticket)
         self._filled = 0
-        self._drainer: HostDrainer | None = None
+        self._lend: Lend | None = None
+        self._drainer: Drainer | None = None
 
     def close(self) -> None:
         """See `Receiver.close`."""
@@ -42,42 +43,61 @@ class RingReceiver(LinkedReceiver):
             drainer.close()
 
     def _receive(self, line: Line, sink: WeightSink) -> None:
-        ticket = self._ticket
-        mapping = _kept.take(ticket.address, ticket.buffer, ticket.nbytes)
-        drainer = self._drainer = HostDrainer(ticket, mapping)
-        line.send(Report(ticket.refit_id, "attached"))
-        limit = Limit(ticket.receive_s)
-        loading = _Loading(sink, line.wake) if ticket.in_place else None
+        loading = _Loading(sink, line.wake) if self._ticket.in_place else None
         try:
-            for n in range(drainer.buckets):
-                while self._filled <= n:
-                    self._listen(line, limit, BEAT_S)
-                for _ in drainer.drain(n):
-                    self._listen(line, limit, 0.0)
-                line.send(Drained(ticket.refit_id, n + 1))
-                if loading is not None and (whole := drainer.complete()):
-                    while not loading.take(Bucket(ticket.refit_id, whole)):
-                        self._listen(line, limit, BEAT_S)
-            digests = self._trailer(line, limit)
-            proven([placed.spec for placed in ticket.tensors], drainer.digests(), digests)
-            while loading is not None and not loading.done():
-                self._listen(line, limit, BEAT_S)
-        except DigestMismatch:
-            # A page that somebody in this process wrote to would show what it shows now for ever.
-            _kept.drop(ticket.address)
+            drainer = self._drain(line, loading)
+        except Exception as error:
+            if isinstance(error, DigestMismatch):
+                # A page that somebody in this process wrote to would show what it shows now for ever.
+                _kept.drop(self._ticket.address)
+            if self._ticket.device:
+                forget_lent(self._ticket.address)
             raise
         finally:
             if loading is not None:
                 loading.close()
-        self._listen(line, limit, 0.0)
         if loading is None:
             self._holds = True
-            sink.landed(Bucket(ticket.refit_id, drainer.complete()))
+            sink.landed(Bucket(self._ticket.refit_id, drainer.complete()))
+
+    def _drain(self, line: Line, loading: _Loading | None) -> Drainer:
+        ticket = self._ticket
+        if not ticket.device:
+            self._drainer = HostDrainer(ticket, _kept.take(ticket.address, ticket.buffer, ticket.nbytes))
+        line.send(Report(ticket.refit_id, "attached"))
+        limit = Limit(ticket.receive_s)
+        drainer = self._drainer or self._borrowed(line, limit)
+        done = 0
+        while done < drainer.buckets:
+            while self._filled <= done:
+                self._listen(line, limit, BEAT_S)
+            for after in drainer.drain(done, self._filled):
+                self._listen(line, limit, 0.0)
+            done = after
+            line.send(Drained(ticket.refit_id, done))
+            if loading is not None and (whole := drainer.complete()):
+                while not loading.take(Bucket(ticket.refit_id, whole)):
+                    self._listen(line, limit, BEAT_S)
+        digests = self._trailer(line, limit)
+        proven([placed.spec for placed in ticket.tensors], drainer.digests(), digests)
+        while loading is not None and not loading.done():
+            self._listen(line, limit, BEAT_S)
+        self._listen(line, limit, 0.0)
+        return drainer
+
+    def _borrowed(self, line: Line, limit: Limit) -> Drainer:
+        while (lend := self._lend) is None:
+            self._listen(line, limit, BEAT_S)
+        self._drainer = DeviceDrainer(self._ticket, lend.handle, lend.nbytes)
+        return self._drainer
 
     def _heard(self, message: FromEngine) -> bool:
         if isinstance(message, Filled):
             self._filled = max(self._filled, message.buckets)
             return True
+        if isinstance(message, Lend):
+            fresh, self._lend = self._lend is None, message
+            return fresh and bool(self._ticket.device)
         return super()._heard(message)
 
 

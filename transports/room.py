@@ -22,18 +22,21 @@ class Buffers:
 
     A version of at most `most_nbytes` (None: as much as there is) lies in one shared segment, from which it can be
     delivered again. A larger one travels in buckets through a ring of `slots` slots of `slot_nbytes`; on a GPU
-    that trainer and engine share, always, with `device_slot_nbytes`. Slots that fit into the cores' shared cache are
-    quickest, since the second copy reads what the first one wrote; on a GPU a launch has to be worth it.
+    that trainer and engine share, always, in `device_slots` of `device_slot_nbytes`. Slots that fit into the cores'
+    shared cache are quickest, since the second copy reads what the first one wrote; on a GPU a launch has to be worth
+    it, and the trainer lends the memory.
     """
 
     most_nbytes: int | None = None
     slots: int = 8
     slot_nbytes: int = 4 << 20
-    device_slot_nbytes: int = 128 << 20
+    device_slots: int = 4
+    device_slot_nbytes: int = 64 << 20
 
     def __post_init__(self) -> None:
-        if not 1 <= self.slots <= MOST_SLOTS:
-            raise InvalidRequest(f"slots is {self.slots}, not a number from 1 to {MOST_SLOTS}")
+        for name in ("slots", "device_slots"):
+            if not 1 <= (count := getattr(self, name)) <= MOST_SLOTS:
+                raise InvalidRequest(f"{name} is {count}, not a number from 1 to {MOST_SLOTS}")
         for name in ("slot_nbytes", "device_slot_nbytes"):
             nbytes = getattr(self, name)
             if nbytes <= 0 or nbytes % ALIGNMENT:
@@ -72,7 +75,7 @@ def choose(
                 nbytes=needs, available=spare,
             )  # fmt: skip
         in_place = mode == "in_place" or (mode == "auto" and needs > spare)
-        return Way("cuda_ipc", in_place, buffers.slots, buffers.device_slot_nbytes, why)
+        return Way("cuda_ipc", in_place, buffers.device_slots, buffers.device_slot_nbytes, why)
     most = free - HEADROOM
     if mode != "in_place":
         limit = most if buffers.most_nbytes is None else min(most, buffers.most_nbytes)

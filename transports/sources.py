@@ -113,6 +113,10 @@ class TensorSource:
                 digests[row_at.astype(np.int64)] = work.digests
         yield from self._by_torch(others, into, digests)
 
+    def lendable(self, indices: Sequence[int]) -> tuple[list[Tensor], list[Any]]:
+        """Return tensors on their GPU, and the events after which they may be read."""
+        return [self._tensors[index] for index in indices], [event for _, event in self._ready]
+
     def close(self) -> None:
         """Do nothing: whoever made the source drops it, and the tensors with it."""
 

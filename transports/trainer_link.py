@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from time import monotonic
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from pitstop.engine.errors import EngineClosed, LocalError, PeerLost, PitstopError, ProtocolViolation, WorkerFailed
 from pitstop.engine.ports import Observer
@@ -28,6 +28,7 @@ from pitstop.transports.messages import (
     Filled,
     FromEngine,
     Join,
+    Lend,
     Propose,
     Refuse,
     Sent,
@@ -35,12 +36,15 @@ from pitstop.transports.messages import (
 )
 from pitstop.transports.negotiation import connected
 from pitstop.transports.packing import Slot, Source, checked
-from pitstop.transports.pouring import Geometry, pour
+from pitstop.transports.pouring import Geometry, pour, pour_lent
 from pitstop.transports.publish_handle import PublishHandle
 from pitstop.transports.reports import accepted, propose
 from pitstop.transports.segment import Kept
 from pitstop.transports.session import MOST_OPEN
 from pitstop.transports.zmq_link import Rank
+
+if TYPE_CHECKING:
+    from pitstop.transports.cuda_memory import LentRing
 
 _LOG: Final = logging.getLogger(__name__)
 _FAREWELL_S: Final = 1.0
@@ -64,6 +68,7 @@ class TrainerLink:
         self._connect(timeout)
         self._pid = os.getpid()
         self._kept = Kept("write")
+        self._ring: LentRing | None = None
         self._handles: dict[str, PublishHandle] = {}
         self._new: deque[PublishHandle] = deque()
         self._accepted: deque[Accept] = deque()
@@ -135,6 +140,7 @@ class TrainerLink:
                 self._farewell()
             self._line.close()
             self._kept.drop(self._line.address)
+            self._ring = None
 
     def _connect(self, seconds: float) -> None:
         self._line, welcome, self.transport = connected(self._address, seconds, self._rank)
@@ -271,12 +277,23 @@ class TrainerLink:
         geometry = Geometry(handle.offer.tensors, slots, message.slots, message.slot_nbytes)
         if geometry.slots * geometry.slot_nbytes > message.nbytes:
             raise ProtocolViolation(f"a ring of {geometry.slots} slots does not fit into {message.nbytes} bytes")
-        mapping = self._kept.take(self._line.address, message.buffer, message.nbytes)
 
         def filled(buckets: int) -> None:
             self._line.send(Filled(message.refit_id, buckets))
 
-        yield from pour(source, geometry, mapping, lambda: handle.drained, filled, digests)
+        if message.device:
+            lent = self._lent(message)
+            self._line.send(Lend(message.refit_id, lent.handle, lent.nbytes))
+            yield from pour_lent(source, geometry, lent, lambda: handle.drained, filled, digests)
+        else:
+            mapping = self._kept.take(self._line.address, message.buffer, message.nbytes)
+            yield from pour(source, geometry, mapping, lambda: handle.drained, filled, digests)
+
+    def _lent(self, message: Accept) -> LentRing:
+        from pitstop.transports.cuda_memory import lend
+
+        self._ring = lend(self._ring, message.device, message.nbytes)
+        return self._ring
 
     def _farewell(self) -> None:
         self._line.send(Bye())

@@ -94,12 +94,12 @@ class Worker:
         """Sleep before every bucket that is taken out of a ring, beating."""
         drain = HostDrainer.drain
 
-        def slowly(drainer: HostDrainer, bucket: int) -> Iterator[int]:
+        def slowly(drainer: HostDrainer, first: int, end: int) -> Iterator[int]:
             end = time.monotonic() + seconds
             while time.monotonic() < end:
                 time.sleep(0.02)
-                yield 0
-            yield from drain(drainer, bucket)
+                yield first
+            yield from drain(drainer, first, end)
 
         HostDrainer.drain = slowly  # type: ignore[method-assign, assignment]
 
