@@ -73,7 +73,7 @@ class RingReceiver(LinkedReceiver):
                 self._listen(line, limit, BEAT_S)
             for after in drainer.drain(done, self._filled):
                 self._listen(line, limit, 0.0)
-            done = after
+                done = after
             line.send(Drained(ticket.refit_id, done))
             if loading is not None and (whole := drainer.complete()):
                 while not loading.take(Bucket(ticket.refit_id, whole)):

@@ -95,8 +95,8 @@ class Worker:
         drain = HostDrainer.drain
 
         def slowly(drainer: HostDrainer, first: int, end: int) -> Iterator[int]:
-            end = time.monotonic() + seconds
-            while time.monotonic() < end:
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
                 time.sleep(0.02)
                 yield first
             yield from drain(drainer, first, end)
