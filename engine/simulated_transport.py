@@ -58,10 +58,11 @@ class Script:
 
 
 class SimulatedRing:
-    """Implements `Ring`. A reader is a ticket."""
+    """Implements `Ring`. A reader is a ticket; one that takes longer than `patience` over a bucket counts no more."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float) -> None:
         self.drained = 0
+        self._patience = patience
         self._buckets = 0
         self._readers: dict[tuple[str, int], int] = {}
         self._moved = asyncio.Event()
@@ -76,6 +77,7 @@ class SimulatedRing:
         self._moved.set()
         self._moved = asyncio.Event()
         self._drain()
+        asyncio.get_running_loop().call_later(self._patience, self._evict, buckets)
 
     def on_drained(self, call: Callable[[int], None]) -> None:
         """See `Ring.on_drained`."""
@@ -87,7 +89,8 @@ class SimulatedRing:
 
     async def bucket(self, ticket: Ticket, n: int) -> None:
         """Wait until bucket `n` is filled; its reader is done with those before."""
-        self._readers[ticket.replica, ticket.rank] = n
+        if (ticket.replica, ticket.rank) in self._readers:
+            self._readers[ticket.replica, ticket.rank] = n
         self._drain()
         while self._buckets <= n:
             await self._moved.wait()
@@ -95,6 +98,10 @@ class SimulatedRing:
     def left(self, ticket: Ticket) -> None:
         """A reader has read everything, or counts no longer."""
         self._readers.pop((ticket.replica, ticket.rank), None)
+        self._drain()
+
+    def _evict(self, buckets: int) -> None:
+        self._readers = {reader: read for reader, read in self._readers.items() if read >= buckets}
         self._drain()
 
     def _drain(self) -> None:
@@ -106,10 +113,10 @@ class SimulatedRing:
 
 
 class _Refit:
-    def __init__(self, offer: Offer, manifest: Manifest) -> None:
+    def __init__(self, offer: Offer, manifest: Manifest, receive_s: float) -> None:
         self.offer = offer
         self.manifest = manifest
-        self.ring = SimulatedRing()
+        self.ring = SimulatedRing(receive_s / 4)
         self.sealed = asyncio.Event()
         self.progress: asyncio.Queue[Progress | None] = asyncio.Queue()
         self.receivers: set[asyncio.Task[None]] = set()
@@ -148,7 +155,7 @@ class SimulatedTransport:
         mode: Mode = "auto",
     ) -> Sequence[Ticket]:
         """See `Transport.plan`."""
-        self._refits[offer.refit_id] = _Refit(offer, manifest)
+        self._refits[offer.refit_id] = _Refit(offer, manifest, limits[0])
         in_place = (self.mode if mode == "auto" else mode) == "in_place"
         return [
             Ticket(

@@ -20,6 +20,7 @@ DRIVERS = (
     "fleet",
     "coordinator",
     "run",
+    "part",
     "router",
     "replica",
     "actions",
