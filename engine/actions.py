@@ -17,7 +17,7 @@ from pitstop.engine.errors import (
     ReplicaDied,
     from_record,
 )
-from pitstop.engine.job import Job, bounded
+from pitstop.engine.job import Incoming, Job, bounded, unless_lost
 from pitstop.engine.lifecycle import (
     BootedEmpty,
     BootedWith,
@@ -37,7 +37,7 @@ from pitstop.engine.lifecycle import (
     WokenWhole,
 )
 from pitstop.engine.refit import Deadlines, Policy
-from pitstop.engine.worker_ports import WorkerOp, WorkerReply, WorkerVerb
+from pitstop.engine.worker_ports import Ticket, WorkerOp, WorkerReply, WorkerVerb
 
 if TYPE_CHECKING:
     from pitstop.engine.replica import Replica
@@ -163,14 +163,14 @@ class Actions:
                     flight.leg.abort()
         if policy in ("wait", "abort"):
             limit = limits.drain if policy == "wait" else limits.suspend
-            await bounded(replica.backend.drained(), limit, replica=replica.name, phase="suspend", peer="requests")
+            drained = unless_lost(replica.job.incoming if replica.job else None, replica.backend.drained())
+            await bounded(drained, limit, replica=replica.name, phase="suspend", peer="requests")
 
     async def _receive(self) -> Event:
-        replica, job = self._replica, self._job
-        limit = self._limits.receiving(job.nbytes)
-        replies = await bounded(
-            replica.backend.call_workers(WorkerOp("apply", job.refit_id)), limit, replica=replica.name, phase="receive"
-        )
+        job, limit = self._job, self._limits.receiving(self._job.nbytes)
+        if job.incoming is not None and (failed := await self._take(job.incoming, limit)) is not None:
+            return failed
+        replies = await self._workers("apply", limit, "receive")
         error = _first_error(replies)
         if error is None:
             return WeightsLanded()
@@ -178,6 +178,38 @@ class Actions:
         if any(reply.touched for reply in replies):
             await self._workers("undo", self._limits.finalize, "receive")
             return FailedTorn(error.slug)
+        return self._untouched(error)
+
+    async def _take(self, incoming: Incoming, limit: float) -> Event | None:
+        """Have the workers receive into their live parameters; return what came of it if that failed."""
+        replica, job, limits = self._replica, self._job, self._limits
+        try:
+            others = limits.drain + limits.suspend + _SETTLE + limits.control
+            await bounded(incoming.ready.wait(), others, replica=replica.name, phase="receive", peer="replicas")
+        except PitstopError as error:
+            job.error = error
+            return self._untouched(error)
+        try:
+            replies = await self._workers("receive", limits.control, "receive", incoming.tickets)
+            if (refused := _first_error(replies)) is not None:
+                raise refused
+            if any(ticket.slots for ticket in incoming.tickets):
+                # Sooner than the others' limits: they wait for this one before anything is sent.
+                soon = min(limits.control, limit / 2)
+                attached = incoming.attached.wait()
+                await bounded(attached, soon, replica=replica.name, phase="receive", peer="receivers")
+            await bounded(incoming.landed.wait(), limit, replica=replica.name, phase="receive", peer="trainer")
+        except PitstopError as error:
+            job.error = error
+            # Only the workers know whether a live byte has changed; if they do not say, one has.
+            replies = await self._workers("undo", limits.finalize, "receive")
+            if _first_error(replies) is not None or any(reply.touched for reply in replies):
+                return FailedTorn(error.slug)
+            return self._untouched(error)
+        return None
+
+    def _untouched(self, error: PitstopError) -> Event:
+        replica = self._replica
         if replica.ledger.committed(replica.name) is not None:
             return FailedClean(error.slug)
         return FailedUncommitted(error.slug) if self._was_idle else FailedQuarantined(error.slug)
@@ -285,9 +317,11 @@ class Actions:
         except PitstopError:
             log.exception("%s: its engine did not close", name)
 
-    async def _workers(self, verb: WorkerVerb, limit: float, phase: str) -> Sequence[WorkerReply]:
+    async def _workers(
+        self, verb: WorkerVerb, limit: float, phase: str, tickets: tuple[Ticket, ...] = ()
+    ) -> Sequence[WorkerReply]:
         replica = self._replica
-        op = WorkerOp(verb, self._job.refit_id)
+        op = WorkerOp(verb, self._job.refit_id, tickets)
         return await bounded(replica.backend.call_workers(op), limit, replica=replica.name, phase=phase)
 
     def _fail_flights(self, why: PitstopError | None) -> None:

@@ -6,12 +6,14 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pitstop.engine.errors import DeadlineExceeded, PitstopError
+from pitstop.engine.handle import Milestone
 from pitstop.engine.ledger import Place
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.refit import RefitOptions, ReplicaReport
+from pitstop.engine.worker_ports import Ticket
 
 T = TypeVar("T")
 
@@ -24,8 +26,30 @@ _PHASE_NAMES = {
 
 
 @dataclass(slots=True)
+class Incoming:
+    """What comes straight into one suspended replica. The refit says how far it is, the replica's task listens.
+
+    `ready`: every replica of the refit is suspended, or out of it. Receiving before that would let one replica's
+    draining eat into the other's limit. `attached` and `landed`: all ranks of this replica are.
+    """
+
+    tickets: tuple[Ticket, ...]
+    ready: Milestone = field(default_factory=Milestone)
+    attached: Milestone = field(default_factory=Milestone)
+    landed: Milestone = field(default_factory=Milestone)
+
+    def lost(self, error: PitstopError) -> None:
+        """It will not come."""
+        for milestone in (self.ready, self.attached, self.landed):
+            milestone.reached(error)
+
+
+@dataclass(slots=True)
 class Job:
-    """Created by the coordinator, carried by the replica from RefitOffered to the phase that ends it."""
+    """Created by the coordinator, carried by the replica from RefitOffered to the phase that ends it.
+
+    `incoming` is None if the version lies proven in the workers' hands already.
+    """
 
     replica: str
     refit_id: str
@@ -36,6 +60,7 @@ class Job:
     done: asyncio.Future[ReplicaReport]
     place: Place
     seconds: dict[str, float] = field(default_factory=dict)
+    incoming: Incoming | None = None
     live: int = 0
     released: int = 0
     last_output: float = 0.0
@@ -44,6 +69,11 @@ class Job:
     committed: bool = False
     ended_at: float = 0.0
     _entered: tuple[str, float] | None = None
+
+    @property
+    def mode(self) -> Literal["staged", "in_place"]:
+        """Where the version is received."""
+        return "staged" if self.incoming is None else "in_place"
 
     def entered(self, phase: Phase) -> None:
         """Book the time of the phase that ends here."""
@@ -85,6 +115,23 @@ async def bounded(call: Coroutine[Any, Any, T], seconds: float, *, replica: str,
             replica=replica, phase=phase, peer=peer, seconds=seconds,
         )  # fmt: skip
     return task.result()
+
+
+async def unless_lost(incoming: Incoming | None, call: Coroutine[Any, Any, None]) -> None:
+    """Run `call`, and end it if what comes is lost before anybody is ready for it.
+
+    Raises:
+        PitstopError: why it was lost.
+    """
+    task = asyncio.create_task(call)
+    lost = asyncio.create_task(incoming.ready.wait()) if incoming is not None else None
+    try:
+        await asyncio.wait({task} if lost is None else {task, lost}, return_when=asyncio.FIRST_COMPLETED)
+        await (task if lost is None or task.done() else lost)
+    finally:
+        for each in (task, lost):
+            if each is not None:
+                each.cancel()
 
 
 def _heard(task: asyncio.Task[Any]) -> None:

@@ -18,6 +18,7 @@ from pitstop.engine.handle import RefitHandle
 from pitstop.engine.ports import Backend, Observer, Renderer, Scalar, Sending, default_observer
 from pitstop.engine.refit import Deadlines, Policy, RefitOptions
 from pitstop.engine.rundir import RunDir
+from pitstop.engine.worker_ports import Mode
 
 if TYPE_CHECKING:
     from pitstop.transports.remote import RemoteSending
@@ -44,6 +45,7 @@ class RolloutEngine(Fleet):
         renderer: Renderer | None = None,
         observer: Observer | None = None,
         policy: Policy = "recompute",
+        mode: Mode = "auto",
         labels: Mapping[str, Scalar] | None = None,
         listen: str | None = None,
         keys: str | os.PathLike[str] | None = None,
@@ -54,7 +56,7 @@ class RolloutEngine(Fleet):
 
         self._run_dir = RunDir()
         self._noted: set[tuple[str, int | None]] = set()
-        self._policy: Policy = RefitOptions(policy=policy).policy
+        self._defaults = RefitOptions(policy=policy, mode=mode)
         link = ControlLink(
             f"ipc://{self._run_dir.path}/control.sock",
             run_id=uuid.uuid4().hex,
@@ -85,6 +87,7 @@ class RolloutEngine(Fleet):
         weight_version: int = 0,
         engine_args: Mapping[str, Any] | None = None,
         policy: Policy = "recompute",
+        mode: Mode = "auto",
         on_replica_loss: Literal["error"] = "error",
         observer: Observer | None = None,
         listen: str | None = None,
@@ -99,6 +102,8 @@ class RolloutEngine(Fleet):
             weight_version: the version that the checkpoint holds.
             engine_args: the backend's own arguments (vLLM's engine arguments), for every replica.
             policy: what a refit does to requests in flight unless it says otherwise (`RefitOptions`).
+            mode: where a refit is received unless it says otherwise: "staged" in spare memory, "in_place" in the
+                live parameters of suspended replicas, "auto" as memory allows.
             on_replica_loss: requests on a replica that is lost end with its error, keeping their tokens.
             observer: is told what happens; by default what `pitstop.telemetry.configure` installed.
             listen: `tcp://<host>:<port>` lets trainers connect there too (`tcp_address`); port 0 is any, no host the
@@ -131,7 +136,10 @@ class RolloutEngine(Fleet):
                 trust_remote_code=bool(args.get("trust_remote_code")),
             )
         labels = {"model": Path(model).name, "provider": backend}
-        return cls(made, renderer=renderer, observer=observer, policy=policy, labels=labels, listen=listen, keys=keys)
+        return cls(
+            made, renderer=renderer, observer=observer, policy=policy, mode=mode, labels=labels,
+            listen=listen, keys=keys,
+        )  # fmt: skip
 
     @property
     def address(self) -> str:
@@ -150,6 +158,7 @@ class RolloutEngine(Fleet):
         weight_version: int,
         cast: Literal["inventory"] | None = None,
         policy: Policy | None = None,
+        mode: Mode | None = None,
         deadlines: Mapping[str, float] | Deadlines | None = None,
         headers: Mapping[str, str] | None = None,
         rebase: bool = False,
@@ -162,6 +171,7 @@ class RolloutEngine(Fleet):
             weight_version: must be above every version committed before, unless it is a rebase.
             cast: "inventory" casts floating-point tensors to the dtypes of the model's checkpoint.
             policy: fate of requests in flight (`RefitOptions`); the engine's by default.
+            mode: where it is received (`RefitOptions`); the engine's by default.
             deadlines: limits in seconds that differ from `Deadlines`' defaults.
             headers: W3C trace context to work under; by default the caller's current span.
             rebase: the trainer has begun its count of versions anew, with this one; later ones are counted from it.
@@ -178,7 +188,7 @@ class RolloutEngine(Fleet):
         if isinstance(deadlines, Deadlines):
             given = {name: getattr(deadlines, name) for name in WISHES}
         judge(weight_version, cast, policy, given)
-        options = self._options(policy, deadlines, rebase=rebase)
+        options = self._options(policy, mode, deadlines, rebase=rebase)
         said = dict(headers) if headers is not None else dict(self._context())
         refit_id = uuid.uuid4().hex
         handle = RefitHandle(refit_id, weight_version)
@@ -212,18 +222,24 @@ class RolloutEngine(Fleet):
             self._run_dir.close()
 
     def _options(
-        self, policy: str | None, deadlines: Mapping[str, float] | Deadlines | None, *, rebase: bool
+        self,
+        policy: str | None,
+        mode: Mode | None,
+        deadlines: Mapping[str, float] | Deadlines | None,
+        *,
+        rebase: bool,
     ) -> RefitOptions:
         limits = deadlines if isinstance(deadlines, Deadlines) else Deadlines()
         if isinstance(deadlines, Mapping):
             if unknown := set(deadlines) - set(Deadlines.__dataclass_fields__):
                 raise UnsupportedPolicy(f"no deadlines are named {names(list(unknown))}")
             limits = replace(limits, **deadlines)
-        return RefitOptions(policy=policy or self._policy, deadlines=limits, rebase=rebase)  # type: ignore[arg-type]
+        policy, mode = policy or self._defaults.policy, mode or self._defaults.mode
+        return RefitOptions(policy=policy, mode=mode, deadlines=limits, rebase=rebase)  # type: ignore[arg-type]
 
     def _offered(self, sending: RemoteSending) -> None:
         self._must_be_open()
-        options = self._options(sending.policy, sending.deadlines, rebase=sending.rebase)
+        options = self._options(sending.policy, None, sending.deadlines, rebase=sending.rebase)
 
         async def make() -> Sending:
             return sending

@@ -229,7 +229,7 @@ class Sending(Protocol):
 class Transition:
     """A replica went from one phase to another. `at` is `time.time_ns()`.
 
-    `detail` holds what is known at this moment: live, released, bytes, tensors, policy, cache.
+    `detail` holds what is known at this moment: live, released, bytes, tensors, policy, mode, cache.
     """
 
     replica: str

@@ -202,6 +202,7 @@ class Outcome(Enum):
 class ReplicaReport:
     """One replica's part. `seconds` by phase (stage, suspend, receive, finalize, resume); `bubble` in seconds.
 
+    What is received in place has no stage.
     The bubble is the wall time from the last token before the suspend to the first after the resume; None when
     no request was in flight throughout.
     """
@@ -216,7 +217,10 @@ class ReplicaReport:
 
 @dataclass(frozen=True, slots=True)
 class RefitReport:
-    """What became of a refit. `seconds` is from the offer to the end, `sent_seconds` to the source being free."""
+    """What became of a refit. `seconds` is from the offer to the end, `sent_seconds` to the source being free.
+
+    `mode` is None if it ended before that was decided, and on the far side of a control link.
+    """
 
     refit_id: str
     weight_version: int
@@ -228,6 +232,7 @@ class RefitReport:
     sent_seconds: float
     replicas: Mapping[str, ReplicaReport] = field(default_factory=dict)
     error: PitstopError | None = None
+    mode: Literal["staged", "in_place"] | None = None
 
     @property
     def bubble(self) -> float | None:

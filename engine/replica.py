@@ -262,7 +262,7 @@ class Replica:
         if job is not None:
             detail |= {
                 "policy": job.options.policy, "live": job.live, "released": job.released,
-                "bytes": job.nbytes, "tensors": job.tensors,
+                "bytes": job.nbytes, "tensors": job.tensors, "mode": job.mode,
             }  # fmt: skip
         error = getattr(event, "slug", None)
         version = job.weight_version if job else self.weight_version

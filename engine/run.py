@@ -1,7 +1,8 @@
-"""One refit, from an accepted offer to its report: plan, stage, prove, swap replica by replica, release.
+"""One refit, from an accepted offer to its report: plan, deliver, prove, swap replica by replica, release.
 
-Staging happens while the replicas serve, and its failure costs nothing. Each replica begins its swap as soon as
-all its ranks hold the proven version; from then on the replica's own task is in charge of its part.
+Staged, the version is delivered while the replicas serve, and a failure costs nothing. Each replica begins its swap
+as soon as all its ranks hold the proven version. In place, all replicas suspend first, and the version is delivered
+into their live parameters. From its suspend on a replica's own task is in charge of its part.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 from pitstop.engine.errors import (
     DeadlineExceeded,
@@ -24,29 +26,17 @@ from pitstop.engine.errors import (
     from_record,
 )
 from pitstop.engine.handle import RefitHandle
-from pitstop.engine.job import Job, bounded
+from pitstop.engine.job import Incoming, Job, bounded
 from pitstop.engine.ledger import Place
 from pitstop.engine.lifecycle import Phase, RefitOffered
-from pitstop.engine.ports import Observer, Sending, Transport, Work
+from pitstop.engine.part import Part
+from pitstop.engine.ports import Observer, Scalar, Sending, Transport, Work
 from pitstop.engine.refit import Outcome, RefitOptions, RefitReport, ReplicaReport, outcome, unequal_ties
 from pitstop.engine.replica import SETTLED, Replica
-from pitstop.engine.staging import Staging, StagingBegan, StagingDropped, StagingEnded, advance
 from pitstop.engine.worker_ports import Manifest, Progress, Ticket, Trailer, WorkerOp
 
 _TAKES_REFIT = frozenset({Phase.SERVING, Phase.IDLE, Phase.QUARANTINED})
 _GONE = frozenset({Phase.DEAD, Phase.STOPPED})
-
-
-class _Part:
-    """One replica's part while the refit runs."""
-
-    def __init__(self, replica: Replica) -> None:
-        self.replica = replica
-        self.staging = Staging()
-        self.landed: set[int] = set()
-        self.began = 0.0
-        self.stage_seconds = 0.0
-        self.report: ReplicaReport | None = None
 
 
 class RefitRun:
@@ -74,7 +64,8 @@ class RefitRun:
         self._transport = transport
         self._observer = observer
         self._known = known
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, Part] = {}
+        self._mode: Literal["staged", "in_place"] | None = None
         self._progressed = asyncio.Event()
         self._jobs: set[asyncio.Future[ReplicaReport]] = set()
         self._began = time.monotonic()
@@ -128,48 +119,85 @@ class RefitRun:
             await bounded(self._sending.settled(self.handle.report), limit, replica="fleet", phase="settle")
 
     def changed(self) -> None:
-        """Some replica changed phase: those that are gone end their part."""
+        """Some replica changed phase: those that are gone end their part, the last to suspend frees the others."""
         for part in self._parts.values():
             if part.report is None and part.replica.phase in _GONE and part.replica.job is None:
                 gone = ReplicaDied(f"{part.replica.name} died during the refit", replica=part.replica.name)
                 self._failed(part, part.replica.error or gone)
+        self._free()
 
     async def _do(self, replicas: Sequence[Replica]) -> None:
-        limits = self._options.deadlines
+        limits, refit_id = self._options.deadlines, self._offer.refit_id
         await self._choose(replicas)
         receivers = [layout for part in self._parts.values() for layout in part.replica.layout]
         limit = limits.receiving(self._manifest.nbytes)
-        tickets = await self._transport.plan(self._offer, self._manifest, receivers, (limit, limits.silence))
-        watch = asyncio.create_task(self._watch(), name=f"watch:{self._offer.refit_id}")
+        tickets = await self._transport.plan(
+            self._offer, self._manifest, receivers, (limit, limits.silence), self._options.mode
+        )
+        self._mode = "in_place" if tickets[0].in_place else "staged"
+        watch = asyncio.create_task(self._watch(), name=f"watch:{refit_id}")
         try:
-            async with asyncio.timeout(limit):
-                await self._stage(tickets)
-                if self._open_parts():
-                    trailer = await self._sending.send(self._manifest, tickets)
-                    self._sent_seconds = time.monotonic() - self._began
-                    self._check(trailer)
-                    self.handle.sent.reached()
-                    await self._transport.seal(trailer)
-                while self._staging_parts():
-                    await self._next_progress()
-        except TimeoutError:
-            # Others may be in their swap already: only those that are late fail.
-            for part in self._staging_parts():
-                self._failed(part, self._late(part.replica.name, limit))
-        except BaseException:
-            watch.cancel()
-            raise
-        try:
-            while self._open_parts():
-                await self._next_progress()
+            try:
+                await (self._in_place(tickets, limit) if tickets[0].in_place else self._staged(tickets, limit))
+            except Exception as failure:
+                # A replica that receives in place is suspended, and perhaps torn: its own task sees to that.
+                for part in self._waiting():
+                    self._lost(part, _known(failure))
+                await self._while(self._open_parts)
+                raise
+            await self._while(self._open_parts)
         finally:
             watch.cancel()
 
-    def _late(self, replica: str, limit: float) -> DeadlineExceeded:
-        peer = "receivers" if self._sent_seconds else "trainer"
+    async def _staged(self, tickets: Sequence[Ticket], limit: float) -> None:
+        try:
+            async with asyncio.timeout(limit):
+                await self._stage(tickets)
+                if tickets[0].slots:
+                    await self._attached(min(self._options.deadlines.control, limit / 2))
+                await self._send(tickets)
+                await self._while(self._waiting)
+        except TimeoutError:
+            # Others may be in their swap already: only those that are late fail.
+            for part in self._waiting():
+                self._lost(part, self._late(part.replica.name, "stage", limit))
+
+    async def _in_place(self, tickets: Sequence[Ticket], limit: float) -> None:
+        for part in self._open_parts():
+            self._post(part, Incoming(part.mine(tickets)))
+        if tickets[0].slots:
+            # Each replica's own task gives up in time on receivers that do not attach.
+            await self._while(self._absent)
+        try:
+            async with asyncio.timeout(limit):
+                await self._send(tickets)
+        except TimeoutError:
+            for part in self._waiting():
+                self._lost(part, self._late(part.replica.name, "receive", limit))
+
+    async def _attached(self, limit: float) -> None:
+        try:
+            async with asyncio.timeout(limit):
+                await self._while(self._absent)
+        except TimeoutError:
+            for part in self._absent():
+                self._lost(part, self._late(part.replica.name, "stage", limit, "receivers"))
+
+    async def _send(self, tickets: Sequence[Ticket]) -> None:
+        if not self._open_parts():
+            return
+        ring = self._transport.ring(self._offer.refit_id) if tickets[0].slots else None
+        trailer = await self._sending.send(self._manifest, tickets, ring)
+        self._sent_seconds = time.monotonic() - self._began
+        self._check(trailer)
+        self.handle.sent.reached()
+        await self._transport.seal(trailer)
+
+    def _late(self, replica: str, phase: str, limit: float, peer: str = "") -> DeadlineExceeded:
+        peer = peer or ("receivers" if self._sent_seconds else "trainer")
         return DeadlineExceeded(
-            f"{replica}: staging did not end within {limit:g} s (waiting for {peer})",
-            replica=replica, phase="stage", peer=peer, seconds=limit,
+            f"{replica}: {phase} did not end within {limit:g} s (waiting for {peer})",
+            replica=replica, phase=phase, peer=peer, seconds=limit,
         )  # fmt: skip
 
     async def _choose(self, replicas: Sequence[Replica]) -> None:
@@ -179,32 +207,25 @@ class RefitRun:
                     async with asyncio.timeout(self._options.deadlines.control):
                         await replica.reached(SETTLED)
             if replica.phase in _TAKES_REFIT and replica.place != self.place:
-                self._parts[replica.name] = _Part(replica)
+                self._parts[replica.name] = Part(replica, self._offer.refit_id, self.weight_version, self._observer)
         if not self._parts:
             phases = ", ".join(f"{r.name} is {r.phase.value}" for r in replicas)
             raise NotServing(f"no replica can take a refit: {phases}")
 
     async def _stage(self, tickets: Sequence[Ticket]) -> None:
-        for part in self._parts.values():
-            part.staging = advance(part.staging, StagingBegan(self.weight_version))
-            part.began = time.monotonic()
-            name = part.replica.name
-            self._observer.opened(
-                Work("stage", self._stage_key(part), time.time_ns(), self._key, detail={"replica": name})
-            )
-        results = await asyncio.gather(
-            *(self._receive(part, tickets) for part in self._parts.values()), return_exceptions=True
-        )
-        for part, result in zip(list(self._parts.values()), results, strict=True):
+        parts = self._open_parts()
+        for part in parts:
+            part.stage()
+        results = await asyncio.gather(*(self._receive(part, tickets) for part in parts), return_exceptions=True)
+        for part, result in zip(parts, results, strict=True):
             if isinstance(result, PitstopError):
                 self._failed(part, result)
             elif isinstance(result, BaseException):
                 raise result
 
-    async def _receive(self, part: _Part, tickets: Sequence[Ticket]) -> None:
+    async def _receive(self, part: Part, tickets: Sequence[Ticket]) -> None:
         replica = part.replica
-        mine = tuple(t for t in tickets if t.replica == replica.name and t.incarnation == replica.incarnation)
-        op = WorkerOp("receive", self._offer.refit_id, mine)
+        op = WorkerOp("receive", self._offer.refit_id, part.mine(tickets))
         limit = self._options.deadlines.control
         replies = await bounded(replica.call_workers(op), limit, replica=replica.name, phase="stage")
         for reply in replies:
@@ -219,37 +240,34 @@ class RefitRun:
                     self._progress(part, progress)
         except Exception as failure:  # noqa: BLE001 - a transport's fault ends the refit, not the watch
             error = failure if isinstance(failure, PitstopError) else RemoteError(f"the transport failed: {failure!r}")
-            for part in self._staging_parts():
-                self._failed(part, error)
+            for part in self._waiting():
+                self._lost(part, error)
 
-    def _progress(self, part: _Part, progress: Progress) -> None:
+    def _progress(self, part: Part, progress: Progress) -> None:
         if progress.kind == "failed":
-            why = from_record(progress.error) if progress.error else RefitFailed("a receiver gave up")
-            self._failed(part, why)
-        elif progress.kind == "landed":
-            part.landed.add(progress.rank)
-            if len(part.landed) == len(part.replica.layout):
-                self._swap(part)
-
-    def _swap(self, part: _Part) -> None:
-        replica = part.replica
-        part.staging = advance(part.staging, StagingEnded(self.weight_version))
-        part.stage_seconds = time.monotonic() - part.began
-        self._observer.closed(self._stage_key(part), time.time_ns())
-        if self.superseded_by is not None:
+            self._lost(part, from_record(progress.error) if progress.error else RefitFailed("a receiver gave up"))
             return
+        part.heard(progress)
+        if part.landed and part.job is None:
+            part.staged()
+            if self.superseded_by is None:
+                self._post(part)
+        self._progressed.set()
+
+    def _post(self, part: Part, incoming: Incoming | None = None) -> None:
+        """Hand the part over to its replica, which suspends."""
         self.begun = True
-        job = Job(
+        replica = part.replica
+        part.job = job = Job(
             replica.name, self._offer.refit_id, self.weight_version, self._options, self._manifest.nbytes,
             len(self._manifest.rows), asyncio.get_running_loop().create_future(),
-            self.place, {"stage": part.stage_seconds},
+            self.place, dict(part.seconds), incoming,
         )  # fmt: skip
         self._jobs.add(job.done)
         job.done.add_done_callback(lambda done: self._job_done(part, job, done))
         replica.post(RefitOffered(self._offer.refit_id, self.weight_version), job)
-        self._progressed.set()
 
-    def _job_done(self, part: _Part, job: Job, done: asyncio.Future[ReplicaReport]) -> None:
+    def _job_done(self, part: Part, job: Job, done: asyncio.Future[ReplicaReport]) -> None:
         self._jobs.discard(done)
         # A job waits for the first token after the resume, to report its bubble: that is not the refit's time.
         self._ended_at = max(self._ended_at, job.ended_at)
@@ -259,29 +277,45 @@ class RefitRun:
                 self._observer.counted("rl.suspend.bubble", report.bubble, {"transport": self._name})
             self._done(part, report)
 
-    def _failed(self, part: _Part, error: PitstopError) -> None:
-        if part.report is None:
-            if part.stage_seconds == 0.0:
-                self._observer.closed(self._stage_key(part), time.time_ns(), error.slug)
-            seconds = {"stage": part.stage_seconds or time.monotonic() - part.began}
-            self._done(part, ReplicaReport(part.replica.name, False, seconds, error=error))
+    def _lost(self, part: Part, error: PitstopError) -> None:
+        """What the part waits for will not come. A suspended replica is heard before its part ends."""
+        if part.incoming is not None:
+            part.incoming.lost(error)
+        else:
+            self._failed(part, error)
 
-    def _done(self, part: _Part, report: ReplicaReport) -> None:
-        part.report = report
-        if part.staging.weight_version is not None:
-            part.staging = advance(part.staging, StagingDropped(self.weight_version))
+    def _failed(self, part: Part, error: PitstopError) -> None:
+        if part.report is None:
+            part.staged(error)
+            self._done(part, ReplicaReport(part.replica.name, False, dict(part.seconds), error=error))
+
+    def _done(self, part: Part, report: ReplicaReport) -> None:
+        part.end(report)
         self.handle.replica_done(report)
         self._progressed.set()
+        self._free()
 
-    def _open_parts(self) -> list[_Part]:
+    def _free(self) -> None:
+        """Let replicas receive in place once all of them are suspended."""
+        parts = self._open_parts()
+        if all(part.suspended for part in parts):
+            for part in parts:
+                if part.incoming is not None:
+                    part.incoming.ready.reached()
+
+    def _open_parts(self) -> list[Part]:
         return [part for part in self._parts.values() if part.report is None]
 
-    def _staging_parts(self) -> list[_Part]:
-        return [part for part in self._open_parts() if part.stage_seconds == 0.0]
+    def _waiting(self) -> list[Part]:
+        return [part for part in self._parts.values() if part.waits]
 
-    async def _next_progress(self) -> None:
-        await self._progressed.wait()
-        self._progressed.clear()
+    def _absent(self) -> list[Part]:
+        return [part for part in self._open_parts() if not part.attached]
+
+    async def _while(self, parts: Callable[[], list[Part]]) -> None:
+        while parts():
+            await self._progressed.wait()
+            self._progressed.clear()
 
     def _check(self, trailer: Trailer) -> None:
         if len(trailer.digests) != len(self._manifest.rows):
@@ -314,9 +348,6 @@ class RefitRun:
     def _key(self) -> str:
         return f"refit:{self._offer.refit_id}"
 
-    def _stage_key(self, part: _Part) -> str:
-        return f"stage:{self._offer.refit_id}:{part.replica.name}"
-
     def _open(self, previous: int | None) -> None:
         self._observer.opened(
             Work(
@@ -348,10 +379,12 @@ class RefitRun:
         report = RefitReport(
             self._offer.refit_id, self.weight_version, how, self._name, self._manifest.nbytes,
             len(self._manifest.rows), (self._ended_at or time.monotonic()) - self._began, self._sent_seconds, replicas,
-            None if how is Outcome.SUPERSEDED else error,
+            None if how is Outcome.SUPERSEDED else error, self._mode,
         )  # fmt: skip
         slug = error.slug if error is not None and how is Outcome.FAILED else None
-        detail = {"outcome": how.value, "replicas": len(replicas), "seconds": report.seconds}
+        detail: dict[str, Scalar] = {"outcome": how.value, "replicas": len(replicas), "seconds": report.seconds}
+        if self._mode is not None:
+            detail["mode"] = self._mode
         if report.bubble is not None:
             detail["bubble"] = report.bubble
         self._observer.closed(self._key, time.time_ns(), slug, detail)
@@ -365,6 +398,8 @@ def _why(task: asyncio.Task[None]) -> PitstopError | None:
     if task.cancelled():
         return RefitFailed("the refit was cancelled")
     failure = task.exception()
-    if failure is None or isinstance(failure, PitstopError):
-        return failure
-    return RemoteError(f"the refit failed: {failure!r}")
+    return None if failure is None else _known(failure)
+
+
+def _known(failure: BaseException) -> PitstopError:
+    return failure if isinstance(failure, PitstopError) else RemoteError(f"the refit failed: {failure!r}")

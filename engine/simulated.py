@@ -1,4 +1,4 @@
-"""A deterministic engine and transport with modelled delays and injectable faults.
+"""A deterministic engine with modelled delays and injectable faults; its transport is in `simulated_transport`.
 
 For tests of this package and of loops built on it: no GPU, no model, microseconds a step. A token tells which
 weights made it (`token_for`), a torn model makes `TORN`, and each call can be told to raise, hang or die.
@@ -9,57 +9,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Final, Literal
-from uuid import uuid4
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from pitstop.engine.errors import PitstopError, RemoteError, ReplicaDied
-from pitstop.engine.ports import Booted, Ring
-from pitstop.engine.refit import Policy, RefitReport
+from pitstop.engine.ports import Booted
+from pitstop.engine.refit import Policy
 from pitstop.engine.request import FinishReason, Piece, Request
-from pitstop.engine.worker_ports import (
-    Inventory,
-    Manifest,
-    Mode,
-    Offer,
-    Progress,
-    TensorSpec,
-    Ticket,
-    Trailer,
-    WorkerLayout,
-    WorkerOp,
-    WorkerReply,
-)
+from pitstop.engine.simulated_transport import Fault, Script, SimulatedSending, SimulatedTransport
+from pitstop.engine.worker_ports import Inventory, TensorSpec, WorkerLayout, WorkerOp, WorkerReply
+
+__all__ = [
+    "TORN", "VOCAB", "Delays", "Fault", "Script", "SimulatedBackend", "SimulatedLeg", "SimulatedSending",
+    "SimulatedTransport", "token_for",
+]  # fmt: skip
 
 TORN: Final = 999_999
 """The token of a model whose tensors are not all of one version."""
 VOCAB: Final = 1_000_000
-Fault = Literal["raise", "hang", "die"]
 
 
 def token_for(version: int, prompt: Sequence[int], index: int) -> int:
     """The token that weights `version` make at `index` after `prompt`."""
     return (version * 7919 + sum(prompt) * 31 + index) % 900_000
-
-
-@dataclass(slots=True)
-class Script:
-    """Faults to come: for each call name, what its next calls do (None: nothing special).
-
-    Names: start, submit, suspend, resume, reset_cache, sleep, wake, receive, apply, finalize, undo, release.
-    """
-
-    faults: defaultdict[str, deque[Fault | None]] = field(default_factory=lambda: defaultdict(deque))
-
-    def plan(self, name: str, *faults: Fault | None) -> None:
-        """Add faults for the next calls of `name`."""
-        self.faults[name].extend(faults)
-
-    def next(self, name: str) -> Fault | None:
-        """Take the next fault of `name`."""
-        return self.faults[name].popleft() if self.faults[name] else None
 
 
 @dataclass(slots=True)
@@ -155,6 +128,8 @@ class SimulatedBackend:
         self._max_model_len = max_model_len
         self._world_size = world_size
         self._staged: dict[str, int | None] = {}
+        self._touched: set[str] = set()
+        self._receivers: dict[str, list[asyncio.Task[None]]] = {}
         self._name = ""
         self._incarnation = 0
         self._wake = asyncio.Event()
@@ -168,7 +143,7 @@ class SimulatedBackend:
         """See `Backend.start`."""
         self._name, self._incarnation = replica, incarnation
         self.death, self._dead, self.paused = None, asyncio.Event(), False
-        self.legs, self._staged = {}, {}
+        self.legs, self._staged, self._touched = {}, {}, set()
         self._none_live.set()
         await self._call("start", self.delays.boot)
         version = self._boots_with if incarnation == 1 else None
@@ -222,11 +197,24 @@ class SimulatedBackend:
         if op.verb == "receive":
             for ticket in op.tickets:
                 self._staged[op.refit_id] = None
-                if self.transport is not None:
-                    self.transport.receiver(ticket, self)
-        elif op.verb == "release":
+                if self.transport is not None and (receiver := self.transport.receive(ticket, self)) is not None:
+                    self._receivers.setdefault(op.refit_id, []).append(receiver)
+        elif op.verb in ("undo", "release"):
+            self._stop_receiving(op.refit_id)
+        touched = op.refit_id in self._touched
+        if op.verb == "release":
             self._staged.pop(op.refit_id, None)
-        return [WorkerReply(rank) for rank in range(self._world_size)]
+            self._touched.discard(op.refit_id)
+        return [WorkerReply(rank, touched) for rank in range(self._world_size)]
+
+    async def load(self, refit_id: str, name: str, version: int) -> None:
+        """A receiver has a tensor for the live model."""
+        await asyncio.sleep(0)
+        fault = self.script.next("load")
+        if fault in ("raise", "hang", "die"):
+            await self._strike(fault, "load")
+        self._touched.add(refit_id)
+        self.live[name] = version - 1 if fault == "lie" else version
 
     def landed(self, refit_id: str, version: int) -> None:
         """A receiver has the whole version in its hands."""
@@ -259,6 +247,7 @@ class SimulatedBackend:
                 await self._core
         for leg in list(self.legs.values()):
             leg.abort()
+        self._stop_receiving()
 
     def output_at(self) -> float:
         """See `Backend.output_at`."""
@@ -280,6 +269,7 @@ class SimulatedBackend:
                 self._core.cancel()
             for leg in list(self.legs.values()):
                 leg._event.set()
+            self._stop_receiving()
             self._dead.set()
 
     def left(self, leg: SimulatedLeg) -> None:
@@ -288,14 +278,21 @@ class SimulatedBackend:
         if not self.legs:
             self._none_live.set()
 
+    def _stop_receiving(self, refit_id: str | None = None) -> None:
+        for name in list(self._receivers) if refit_id is None else [refit_id]:
+            for receiver in self._receivers.pop(name, []):
+                receiver.cancel()
+
     async def _apply(self, op: WorkerOp) -> Sequence[WorkerReply]:
-        version = self._staged.get(op.refit_id)
+        version, in_place = self._staged.get(op.refit_id), op.refit_id in self._touched
         fault = self.script.next("apply")
-        if version is None:
+        if version is None and not in_place:
             error = RemoteError("nothing has landed").record()
             return [WorkerReply(rank, error=error) for rank in range(self._world_size)]
+        self._touched.add(op.refit_id)
         for n, name in enumerate(self.live):
-            self.live[name] = version
+            if not in_place:
+                self.live[name] = version
             await asyncio.sleep(0)
             if n == 0 and fault is not None:
                 if fault == "raise":
@@ -342,111 +339,3 @@ class SimulatedBackend:
         for future in outputs:
             if not future.done():
                 future.set_result(self._output_at)
-
-
-class SimulatedTransport:
-    """Implements `Transport` for simulated backends of this process."""
-
-    name = "simulated"
-
-    def __init__(self, script: Script | None = None) -> None:
-        self.script = script or Script()
-        self._progress: dict[str, asyncio.Queue[Progress | None]] = {}
-        self._waiting: dict[str, list[tuple[Ticket, SimulatedBackend]]] = {}
-        self._versions: dict[str, int] = {}
-        self._last: Offer | None = None
-        self._offers: dict[str, Offer] = {}
-
-    def replay(self, weight_version: int) -> SimulatedSending | None:
-        """See `Transport.replay`."""
-        if self._last is None or self._last.weight_version != weight_version:
-            return None
-        return SimulatedSending(replace(self._last, refit_id=uuid4().hex))
-
-    async def plan(
-        self,
-        offer: Offer,
-        manifest: Manifest,
-        receivers: Sequence[WorkerLayout],
-        limits: tuple[float, float],
-        mode: Mode = "auto",
-    ) -> Sequence[Ticket]:
-        """See `Transport.plan`."""
-        self._progress[offer.refit_id] = asyncio.Queue()
-        self._waiting[offer.refit_id] = []
-        self._versions[offer.refit_id] = offer.weight_version
-        self._offers[offer.refit_id] = offer
-        return [
-            Ticket(
-                offer.refit_id, layout.replica, layout.incarnation, layout.rank, "simulated", "", manifest.nbytes,
-                (), "", "", *limits,
-            )
-            for layout in receivers
-        ]  # fmt: skip
-
-    def ring(self, refit_id: str) -> Ring | None:
-        """See `Transport.ring`."""
-
-    def receiver(self, ticket: Ticket, backend: SimulatedBackend) -> None:
-        """A worker began to receive."""
-        self._waiting[ticket.refit_id].append((ticket, backend))
-
-    async def seal(self, trailer: Trailer) -> None:
-        """See `Transport.seal`. The fault "raise" of `land` fails one receiver, "hang" keeps it silent."""
-        self._last = self._offers.get(trailer.refit_id)
-        for ticket, backend in self._waiting[trailer.refit_id]:
-            fault = self.script.next("land")
-            if fault is None:
-                backend.landed(trailer.refit_id, self._versions[trailer.refit_id])
-            if fault != "hang":
-                error = None if fault is None else RemoteError("scripted: land").record()
-                kind: Literal["landed", "failed"] = "landed" if fault is None else "failed"
-                self._progress[trailer.refit_id].put_nowait(
-                    Progress(ticket.refit_id, ticket.replica, ticket.incarnation, ticket.rank, kind, error=error)
-                )
-
-    async def watch(self, refit_id: str) -> AsyncIterator[Progress]:
-        """See `Transport.watch`."""
-        queue = self._progress[refit_id]
-        while (progress := await queue.get()) is not None:
-            yield progress
-
-    async def abort(self, refit_id: str, why: PitstopError) -> None:
-        """See `Transport.abort`."""
-
-    async def release(self, refit_id: str) -> None:
-        """See `Transport.release`."""
-        if (queue := self._progress.pop(refit_id, None)) is not None:
-            queue.put_nowait(None)
-        self._waiting.pop(refit_id, None)
-        self._versions.pop(refit_id, None)
-        self._offers.pop(refit_id, None)
-
-
-class SimulatedSending:
-    """Implements `Sending`: a trainer whose weights are a version number."""
-
-    transport = "simulated"
-
-    def __init__(
-        self, offer: Offer, *, script: Script | None = None, told: Callable[[RefitReport], None] | None = None
-    ) -> None:
-        self.offer = offer
-        self.script = script or Script()
-        self._told = told
-
-    async def send(self, manifest: Manifest, tickets: Sequence[Ticket], ring: Ring | None = None) -> Trailer:
-        """See `Sending.send`."""
-        await asyncio.sleep(0)
-        fault = self.script.next("send")
-        if fault == "raise":
-            raise RemoteError("scripted: send")
-        if fault is not None:
-            await asyncio.Event().wait()
-        digests = tuple(hash((self.offer.weight_version, row.index)) & (2**64 - 1) for row in manifest.rows)
-        return Trailer(self.offer.refit_id, digests)
-
-    async def settled(self, report: RefitReport) -> None:
-        """See `Sending.settled`."""
-        if self._told is not None:
-            self._told(report)

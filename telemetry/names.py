@@ -57,6 +57,7 @@ LINK_KIND: Final = "rl.link.kind"
 REFIT_ID: Final = "rl.refit.id"
 REFIT_KIND: Final = "rl.refit.kind"
 REFIT_POLICY: Final = "rl.refit.policy"
+REFIT_MODE: Final = "rl.refit.mode"
 REFIT_OUTCOME: Final = "rl.refit.outcome"
 REFIT_REPLICAS: Final = "rl.refit.replicas"
 REFIT_PHASE: Final = "rl.refit.phase"
@@ -107,8 +108,8 @@ REASON: Final = "rl.telemetry.reason"
 
 DETAILS: Final[Mapping[str, str]] = MappingProxyType({
     "replica": REPLICA_ID, "incarnation": REPLICA_INCARNATION, "state": REPLICA_STATE, "event": EVENT,
-    "refit_id": REFIT_ID, "kind": REFIT_KIND, "policy": REFIT_POLICY, "outcome": REFIT_OUTCOME,
-    "replicas": REFIT_REPLICAS, "phase": REFIT_PHASE, "transport": TRANSPORT,
+    "refit_id": REFIT_ID, "kind": REFIT_KIND, "policy": REFIT_POLICY, "mode": REFIT_MODE,
+    "outcome": REFIT_OUTCOME, "replicas": REFIT_REPLICAS, "phase": REFIT_PHASE, "transport": TRANSPORT,
     "weight_version": WEIGHT_VERSION, "previous": PREVIOUS_VERSION, "base_version": BASE_VERSION,
     "bubble": REFIT_BUBBLE, "bytes": TRANSFER_BYTES, "tensors": TRANSFER_TENSORS, "buckets": TRANSFER_BUCKETS,
     "receivers": TRANSFER_RECEIVERS, "direction": TRANSFER_DIRECTION,

@@ -20,6 +20,7 @@ DRIVERS = (
     "fleet",
     "coordinator",
     "run",
+    "part",
     "router",
     "replica",
     "actions",
@@ -32,6 +33,7 @@ DRIVERS = (
     "rundir",
     "intake",
 )
+SIMULATION = ("simulated", "simulated_transport")
 ADAPTERS = ("simulated", "vllm_backend")
 COMPOSERS = ("launch", "__main__", "demo")
 HEAVY = ("torch", "vllm", "ray", "transformers", "opentelemetry.sdk")
@@ -76,7 +78,7 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
         pytest.param(engine(*RECORDS), engine(*RECORDS), (), id="pure modules import the standard library"),
         pytest.param(engine("ports"), engine(*PURE), (), id="ports import pure modules"),
         pytest.param(engine(*DRIVERS), engine(*PURE, *DRIVERS), ("anyio",), id="drivers add anyio"),
-        pytest.param(engine("simulated"), engine(*PURE, "simulated"), ("anyio",), id="the simulation knows ports"),
+        pytest.param(engine(*SIMULATION), engine(*PURE, *SIMULATION), ("anyio",), id="the simulation knows ports"),
         pytest.param(engine("vllm_backend"), engine(*PURE, "vllm_backend"), None, id="the vLLM adapter knows ports"),
         pytest.param(
             ("pitstop.transports",),

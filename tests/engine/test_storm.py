@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from pitstop.engine.errors import PitstopError
 from pitstop.engine.lifecycle import Phase
-from pitstop.engine.refit import POLICIES, Deadlines, RefitOptions
+from pitstop.engine.refit import POLICIES, Deadlines, Outcome, RefitOptions
 from pitstop.engine.replica import SETTLED
 from pitstop.engine.request import SamplingParams
 from pitstop.engine.simulated import TORN, Script, SimulatedBackend
+from pitstop.engine.worker_ports import MODES
 from tests.engine.sim import SimFleet, expected
 
 QUICK = Deadlines(
@@ -23,6 +24,7 @@ CALLS = [
     "submit",
     "suspend",
     "receive",
+    "load",
     "apply",
     "finalize",
     "undo",
@@ -36,11 +38,18 @@ CALLS = [
 step = st.one_of(
     st.tuples(st.just("request"), st.integers(0, 60), st.booleans()),
     st.tuples(st.just("cancel"), st.integers(0, 9), st.none()),
-    st.tuples(st.just("refit"), st.sampled_from(POLICIES), st.sampled_from([None, "raise", "hang"])),
+    st.tuples(
+        st.just("refit"),
+        st.tuples(st.sampled_from(POLICIES), st.sampled_from(MODES)),
+        st.tuples(st.sampled_from(["send", "fill"]), st.integers(0, 2), st.sampled_from([None, "raise", "hang"])),
+    ),
     st.tuples(
         st.just("fault"), st.tuples(st.integers(0, 1), st.sampled_from(CALLS)), st.sampled_from(["raise", "die"])
     ),
-    st.tuples(st.just("land"), st.sampled_from(["raise", "hang"]), st.none()),
+    st.tuples(
+        st.just("load"), st.tuples(st.integers(0, 1), st.integers(0, 2)), st.sampled_from(["raise", "hang", "lie"])
+    ),
+    st.tuples(st.sampled_from(["attach", "land"]), st.sampled_from(["raise", "hang"]), st.none()),
     st.tuples(st.just("die"), st.integers(0, 1), st.none()),
     st.tuples(st.just("restart"), st.none(), st.none()),
     st.tuples(st.just("sleep"), st.sampled_from([1, 2]), st.sampled_from(["recompute", "abort"])),
@@ -95,9 +104,10 @@ async def _stream(engine: SimFleet, n: int, budget: int, ends: list[str]) -> Non
     assert got == made
 
 
-async def _run(steps: list[tuple[str, object, object]]) -> None:
+async def _run(slots: int, steps: list[tuple[str, object, object]]) -> None:
     sims = [_Watched(), _Watched()]
     async with SimFleet(sims) as engine:
+        engine.transport.slots = slots
         for sim in sims:
             sim.fleet = engine
         tasks: list[asyncio.Task[None]] = []
@@ -115,15 +125,19 @@ async def _run(steps: list[tuple[str, object, object]]) -> None:
             elif kind == "refit":
                 version += 1
                 script = Script()
-                script.plan("send", b)  # type: ignore[arg-type]
-                options = RefitOptions(policy=a, deadlines=QUICK)  # type: ignore[arg-type]
+                (policy, mode), (call, n, fault) = a, b  # type: ignore[misc]
+                script.plan(call, *[None] * n, fault)  # type: ignore[has-type]
+                options = RefitOptions(policy=policy, mode=mode, deadlines=QUICK)  # type: ignore[has-type]
                 handle = engine.refit_to(version, options, script=script)
                 others.append(asyncio.ensure_future(_swallow(handle)))
             elif kind == "fault":
                 index, call = a  # type: ignore[misc]
                 sims[index].script.plan(call, b)  # type: ignore[arg-type, has-type]
-            elif kind == "land":
-                engine.transport.script.plan("land", a)  # type: ignore[arg-type]
+            elif kind == "load":
+                index, n = a  # type: ignore[misc]
+                sims[index].script.plan("load", *[None] * n, b)  # type: ignore[arg-type, has-type]
+            elif kind in ("attach", "land"):
+                engine.transport.script.plan(kind, a)  # type: ignore[arg-type]
             elif kind == "die":
                 sims[a].die()  # type: ignore[call-overload]
             elif kind == "restart":
@@ -143,6 +157,7 @@ async def _run(steps: list[tuple[str, object, object]]) -> None:
         # Held requests wait for as long as a refit may come: after the last one, closing ends them.
         await asyncio.sleep(0)
         assert all(r.phase in SETTLED for r in engine.replicas)
+        await _works(engine, version + 1)
     results = await asyncio.gather(*tasks, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
@@ -152,14 +167,25 @@ async def _run(steps: list[tuple[str, object, object]]) -> None:
     assert not any(sim.legs for sim in sims)
 
 
+async def _works(engine: SimFleet, version: int) -> None:
+    """Whatever was left behind, the next refit brings every replica back, in place."""
+    for script in (engine.transport.script, *(sim.script for sim in engine.sims)):
+        script.faults.clear()
+    await engine.restart()
+    report = await engine.refit_to(version, RefitOptions(policy="abort", mode="in_place"))
+    assert report.outcome is Outcome.COMMITTED
+    assert {replica.weight_version for replica in engine.replicas} == {version}
+    assert {replica.phase for replica in engine.replicas} == {Phase.SERVING}
+
+
 async def _swallow(call: object) -> None:
     with contextlib.suppress(PitstopError):
         await call  # type: ignore[misc]
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(step, min_size=3, max_size=40))
+@given(st.sampled_from([0, 2]), st.lists(step, min_size=3, max_size=40))
 def test_no_sequence_of_events_faults_and_cancellations_breaks_a_guarantee(
-    steps: list[tuple[str, object, object]],
+    slots: int, steps: list[tuple[str, object, object]]
 ) -> None:
-    asyncio.run(_run(steps))
+    asyncio.run(_run(slots, steps))
