@@ -11,8 +11,6 @@ import ctypes.util
 import logging
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from ctypes import CDLL, POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_void_p
 from functools import cache
 from pathlib import Path
@@ -37,8 +35,6 @@ class _Handle(Structure):
 
 
 _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
-    "cudaGetDevice": (POINTER(c_int),),
-    "cudaSetDevice": (c_int,),
     "cudaGetLastError": (),
     "cudaMalloc": (POINTER(c_void_p), c_size_t),
     "cudaFree": (c_void_p,),
@@ -55,16 +51,18 @@ class LentRing:
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
+        import torch
+
         self.device: Final = device
         self.nbytes: Final = nbytes
-        index, pointer, handle = _index(device), c_void_p(), _Handle()
-        with _current(index):
+        pointer, handle = c_void_p(), _Handle()
+        with torch.cuda.device(device):
             code = _runtime().cudaMalloc(byref(pointer), nbytes)
             if code == _NO_MEMORY:
                 raise _failed(code, "cudaMalloc", f"{nbytes >> 20} MiB for the ring: use fewer or smaller slots")
             _check(code, "cudaMalloc", f"{nbytes >> 20} MiB for the ring")
             self.address: Final = int(pointer.value or 0)
-            self._end = _ending(self, index, self.address, "cudaFree")
+            self._end = _ending(self, device, self.address, "cudaFree")
             try:
                 _check(_runtime().cudaIpcGetMemHandle(byref(handle), pointer), "cudaIpcGetMemHandle", _NO_SHARING)
             except WorkerFailed:
@@ -83,11 +81,13 @@ class BorrowedRing:
     def __init__(self, device: torch.device, handle: bytes, nbytes: int) -> None:
         if len(handle) != HANDLE_NBYTES:
             raise LocalError(f"a handle of a GPU's memory has {HANDLE_NBYTES} bytes, not {len(handle)}")
+        import torch
+
         self.device: Final = device
         self.handle: Final = handle
         self.nbytes: Final = nbytes
-        index, pointer = _index(device), c_void_p()
-        with _current(index):
+        pointer = c_void_p()
+        with torch.cuda.device(device):
             opened = _Handle((c_ubyte * HANDLE_NBYTES).from_buffer_copy(handle))
             code = _runtime().cudaIpcOpenMemHandle(byref(pointer), opened, _ENABLE_PEER_ACCESS)
             if code in _GONE:
@@ -99,7 +99,7 @@ class BorrowedRing:
                 )
             _check(code, "cudaIpcOpenMemHandle", _NO_SHARING)
         self.address: Final = int(pointer.value or 0)
-        self._end = _ending(self, index, self.address, "cudaIpcCloseMemHandle")
+        self._end = _ending(self, device, self.address, "cudaIpcCloseMemHandle")
 
     @property
     def closed(self) -> bool:
@@ -112,7 +112,7 @@ class BorrowedRing:
 
 
 _NO_SHARING: Final = "both processes must belong to one user and share their PID and IPC namespaces"
-_rings: Final[dict[int, weakref.finalize[..., Any]]] = {}
+_rings: Final[dict[tuple[str, int], weakref.finalize[..., Any]]] = {}
 _borrowed: Final[dict[str, BorrowedRing]] = {}
 _borrowing = Lock()
 
@@ -188,39 +188,24 @@ class _Span:
         }  # fmt: skip
 
 
-def _index(device: torch.device) -> int:
-    import torch
-
-    return int(torch.cuda.current_device() if device.index is None else device.index)
-
-
-@contextmanager
-def _current(index: int) -> Iterator[None]:
-    """Make a device this thread's current one for a while."""
-    before = c_int()
-    _check(_runtime().cudaGetDevice(byref(before)), "cudaGetDevice", "is there a GPU?")
-    _check(_runtime().cudaSetDevice(index), "cudaSetDevice", f"device {index}")
-    try:
-        yield
-    finally:
-        _runtime().cudaSetDevice(before.value)
-
-
-def _ending(ring: object, index: int, address: int, call: str) -> weakref.finalize[..., Any]:
-    end = weakref.finalize(ring, _let_go, index, address, call)
+def _ending(ring: object, device: torch.device, address: int, call: str) -> weakref.finalize[..., Any]:
+    end = weakref.finalize(ring, _let_go, device, address, call)
     # When a process ends the driver does it, and a mapping outlives what is queued.
     end.atexit = False
-    _rings[address] = end
+    _rings[call, address] = end
     return end
 
 
-def _let_go(index: int, address: int, call: str) -> None:
-    _rings.pop(address, None)
+def _let_go(device: torch.device, address: int, call: str) -> None:
+    _rings.pop((call, address), None)
+    import torch
+
     try:
-        with _current(index):
+        # Not by cudaSetDevice and back: that would open a context on the GPU which this thread was on.
+        with torch.cuda.device(device):
             _check(getattr(_runtime(), call)(c_void_p(address)), call, "it stays allocated until this process ends")
     except WorkerFailed as error:
-        _LOG.warning("%s", error)
+        _LOG.warning(error.message)
 
 
 def _in_child() -> None:

@@ -6,8 +6,9 @@ Triton's runs in its interpreter, where Triton is installed and TRITON_INTERPRET
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -31,13 +32,15 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture(
     params=["torch", pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="no interpreter"))]
 )
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    launch = None
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    launch: digest_cuda.Launch | None = None
     if request.param == "triton":
-        from pitstop.transports.digest_triton import launch
+        from pitstop.transports import digest_triton
+
+        launch = digest_triton.launch
     keys = torch.from_numpy(lanes().view(np.int64).copy())
     monkeypatch.setattr(digest_cuda, "_prepared", {CPU: (launch, keys)})
-    yield request.param
+    return str(request.param)
 
 
 def column(values: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -106,20 +109,31 @@ def test_nothing_is_written_beside_a_target(kernel: str) -> None:
 def test_parts_of_a_row_add_up(kernel: str) -> None:
     whole = content(4 * 9000)
     edges = [0, 1, 1000, 1024, 5000, 9000]
-    parts = [whole[low * 4 : high * 4] for low, high in zip(edges, edges[1:], strict=False)]
+    parts = [whole[low * 4 : high * 4] for low, high in pairwise(edges)]
     assert work(parts, 4, edges[:-1], rows=[0] * len(parts)) == [reference(raw(whole), 4)]
 
 
 def test_a_cast_is_torchs_and_its_digest_that_of_the_result(kernel: str) -> None:
-    special = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 3.3895e38, -3.4028e38, 1e-45, 1.00390625, 1.01171875]
+    special = [
+        0.0,
+        -0.0,
+        float("inf"),
+        float("-inf"),
+        float("nan"),
+        3.3895e38,
+        -3.4028e38,
+        1e-45,
+        1.00390625,
+        1.01171875,
+    ]
     bits = torch.from_numpy(np.random.default_rng(1).integers(0, 1 << 32, 3000, np.uint32).view(np.float32))
     wide = torch.cat([torch.tensor(special), bits])
     narrow = torch.zeros(wide.numel() * 2, dtype=torch.uint8)
     digest = work([wide.view(torch.uint8)], 2, [256], [narrow], narrow=True)
     expected, found = wide.to(torch.bfloat16), narrow.view(torch.bfloat16)
-    nan = expected.isnan()
-    assert torch.equal(nan, found.isnan())
-    assert torch.equal(expected.view(torch.int16)[~nan], found.view(torch.int16)[~nan])
+    numbers = ~expected.isnan()
+    assert torch.equal(numbers, ~found.isnan())
+    assert torch.equal(expected.view(torch.int16)[numbers], found.view(torch.int16)[numbers])
     assert digest == [reference(raw(narrow), 2, 256)]
 
 
