@@ -243,25 +243,25 @@ class Keeper:
         async with anyio.create_task_group() as group:
             while not self._closed:
                 self._woken.clear()
+                now = time.monotonic()
                 if self._begun:
-                    self._look(self.options)
+                    self._look(self.options, now)
                     if not self._asleep():
-                        for case in self._due(frozenset({Phase.DEAD})):
+                        for case in self._due(frozenset({Phase.DEAD}), now):
                             case.booting = True
                             group.start_soon(self._boot, case, self.options)
-                        empty = self._due(_EMPTY)
+                        empty = self._due(_EMPTY, now)
                         if empty and not self._delivering and not self.coordinator.busy:
                             self._delivering = True
                             group.start_soon(self._refit, empty, self.options)
-                with anyio.move_on_after(self._sleep_for()):
+                with anyio.move_on_after(self._sleep_for(now)):
                     await self._woken.wait()
 
     def _asleep(self) -> bool:
         # Memory was given back on purpose: an engine that boots now would take it from whoever has it.
         return any(r.phase is Phase.SLEEPING for r in self.replicas)
 
-    def _look(self, options: Recovery) -> None:
-        now = time.monotonic()
+    def _look(self, options: Recovery, now: float) -> None:
         for replica in self.replicas:
             case = self._cases.get(replica.name)
             if replica.phase in _LOST:
@@ -278,17 +278,15 @@ class Keeper:
                 case.lost = case.trying = case.given_up = case.stuck = False
                 case.back_at = now
 
-    def _due(self, phases: frozenset[Phase]) -> list[_Case]:
-        now = time.monotonic()
+    def _due(self, phases: frozenset[Phase], now: float) -> list[_Case]:
         return [c for c in self._cases.values() if self._waits(c) and c.replica.phase in phases and c.due <= now]
 
     @staticmethod
     def _waits(case: _Case) -> bool:
         return case.lost and not (case.booting or case.given_up or case.stuck)
 
-    def _sleep_for(self) -> float | None:
-        now = time.monotonic()
-        # What is due already waits for an event: a boot, a refit, somebody else's refit, a wake.
+    def _sleep_for(self, now: float) -> float | None:
+        # What was due by `now` waits for an event: a boot, a refit, somebody else's refit, a wake.
         times = [c.due - now for c in self._cases.values() if self._waits(c) and c.due > now]
         return min(times, default=None)
 
