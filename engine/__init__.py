@@ -9,6 +9,7 @@ from pitstop.engine.fleet import Fleet
 from pitstop.engine.handle import RefitHandle
 from pitstop.engine.launch import RolloutEngine
 from pitstop.engine.lifecycle import Phase
+from pitstop.engine.recovery import Recovery
 from pitstop.engine.refit import Deadlines, Outcome, RefitOptions, RefitReport, ReplicaReport
 from pitstop.engine.request import Chunk, Completion, SamplingParams, Span
 from pitstop.engine.stream import Completions, Stream
@@ -22,6 +23,7 @@ __all__ = [
     "Outcome",
     "Phase",
     "PitstopError",
+    "Recovery",
     "RefitHandle",
     "RefitOptions",
     "RefitReport",

@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from pitstop.engine.errors import EngineClosed, NotServing, PitstopError, RemoteError, StaleVersion
+from pitstop.engine.errors import EngineClosed, NotServing, OfferRejected, PitstopError, RemoteError, StaleVersion
 from pitstop.engine.handle import RefitHandle
 from pitstop.engine.job import bounded
 from pitstop.engine.ledger import Ledger, Place
@@ -29,6 +29,7 @@ class _Asked:
     handle: RefitHandle
     make: Make
     options: RefitOptions
+    same: bool
 
 
 class Coordinator:
@@ -55,6 +56,9 @@ class Coordinator:
         self._running: tuple[RefitRun, asyncio.Task[None]] | None = None
         self._pending: RefitRun | None = None
         self._known: dict[Place, tuple[int, ...]] = {}
+        self._moved = asyncio.Event()
+        self.sealed: Place | None = None
+        """What was last sent and sealed, whatever became of it."""
 
     @property
     def busy(self) -> bool:
@@ -62,12 +66,20 @@ class Coordinator:
         waiting = self._pending is not None or self._judged is not None or not self._inbox.empty()
         return waiting or self._running is not None
 
-    def offer(self, handle: RefitHandle, make: Make, options: RefitOptions) -> None:
-        """Take an offer; `make` gives its far end, and may read files in a thread it does not wait for."""
+    async def moved(self) -> None:
+        """Return when a refit has ended, or at once if none ever will again."""
+        if not self._closed:
+            await self._moved.wait()
+
+    def offer(self, handle: RefitHandle, make: Make, options: RefitOptions, *, same: bool = False) -> None:
+        """Take an offer; `make` gives its far end, and may read files in a thread it does not wait for.
+
+        `same`: its content is known to be what was committed as that version, though no digests say so.
+        """
         if self._closed:
             self._refuse(handle, EngineClosed("the engine was closed"))
             return
-        self._inbox.put_nowait(_Asked(handle, make, options))
+        self._inbox.put_nowait(_Asked(handle, make, options, same))
 
     def changed(self) -> None:
         """A replica changed phase."""
@@ -82,7 +94,7 @@ class Coordinator:
                 await self._judge(self._judged)
                 self._judged = None
                 if not self.busy:
-                    self._idle()
+                    self._rest()
         finally:
             self.close()
             left = [] if self._judged is None else [self._judged.handle]
@@ -101,6 +113,12 @@ class Coordinator:
     def close(self) -> None:
         """Begin nothing any more. Idempotent."""
         self._closed = True
+        self._moved.set()
+
+    def _rest(self) -> None:
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+        self._idle()
 
     async def _judge(self, asked: _Asked) -> None:
         sending: Sending | None = None
@@ -128,6 +146,13 @@ class Coordinator:
     async def _accept(self, asked: _Asked, sending: Sending) -> RefitRun:
         offer = sending.offer
         place = self._place(offer.weight_version, rebase=asked.options.rebase)
+        if place == self._ledger.newest and place not in self._known and not asked.same:
+            # Replicas have it from a checkpoint that nobody digested: other content could not be told from it.
+            raise OfferRejected(
+                f"version {place.weight_version} was loaded at launch, and nothing tells whether this is the same: "
+                "recover() brings replicas back to it, refits need a version above it",
+                weight_version=place.weight_version,
+            )
         manifest = await anyio.to_thread.run_sync(route, offer, self._inventory())
         return RefitRun(
             asked.handle, sending, manifest, asked.options, self._transport, self._observer, self._known, place
@@ -169,11 +194,17 @@ class Coordinator:
         task.add_done_callback(self._ended)
 
     def _ended(self, _task: asyncio.Task[None]) -> None:
-        self._running = None
+        run, self._running = self._running and self._running[0], None
+        if run is not None and run.digests is not None:
+            self.sealed = run.place
+            if self._ledger.newest == run.place:
+                # A replica has held it for a moment at least, even if it was lost before it served.
+                self._known.clear()
+                self._known[run.place] = run.digests
         if not self._closed:
             self._next()
             if not self.busy:
-                self._idle()
+                self._rest()
 
     @staticmethod
     def _refuse(handle: RefitHandle, error: PitstopError) -> RefitReport:

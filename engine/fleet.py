@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -19,22 +20,22 @@ from pitstop.engine.errors import (
     NotServing,
     PitstopError,
     RemoteError,
+    ReplicaDied,
     UnsupportedPolicy,
-    from_record,
 )
 from pitstop.engine.flight import Flight
 from pitstop.engine.handle import RefitHandle
 from pitstop.engine.intake import Intake
-from pitstop.engine.job import bounded
 from pitstop.engine.ledger import Ledger, Place
 from pitstop.engine.lifecycle import Phase
-from pitstop.engine.ports import Backend, Booted, Guarded, Observer, Renderer, Scalar, Sending, Transport
-from pitstop.engine.refit import Deadlines, Policy, RefitOptions, RefitReport
+from pitstop.engine.ports import Backend, Booted, Guarded, Observer, Renderer, Scalar, Transport
+from pitstop.engine.recovery import Delivery, Keeper, Recovery
+from pitstop.engine.refit import Policy, RefitOptions, RefitReport
 from pitstop.engine.replica import SETTLED, Replica
 from pitstop.engine.request import Completion, Life, Prompt, SamplingParams
 from pitstop.engine.router import Router
 from pitstop.engine.stream import Completions, Stream
-from pitstop.engine.worker_ports import WorkerOp
+from pitstop.engine.upkeep import Upkeep
 
 log = logging.getLogger("pitstop.engine")
 
@@ -58,7 +59,9 @@ class Fleet:
         services: Sequence[Service] = (),
         context: Callable[[], Mapping[str, str]] = dict,
         labels: Mapping[str, Scalar] | None = None,
+        recovery: Recovery | None = None,
     ) -> None:
+        """`recovery`: lost replicas are recovered without being asked, in this way."""
         self._ledger = Ledger()
         self._observer = observer = observer if isinstance(observer, Guarded) else Guarded(observer)
         self.replicas: tuple[Replica, ...] = tuple(
@@ -66,9 +69,14 @@ class Fleet:
             for n, backend in enumerate(backends)
         )
         self._coordinator = Coordinator(self.replicas, self._ledger, transport, observer, self._idle)
-        self._router = Router(self.replicas, lambda: self._coordinator.busy)
+        self._upkeep = Upkeep(self.replicas)
+        self._keeper = Keeper(
+            self.replicas, self._ledger, self._coordinator, transport, observer, self._upkeep, self._given_up, recovery
+        )
+        self._router = Router(
+            self.replicas, lambda: self._coordinator.busy or self._keeper.hopeful, self._keeper.verdict
+        )
         self._services = services
-        self._transport = transport
         self._context = context
         newest = self._newest
         self._intake = Intake(renderer, self._admit, observer, context, labels or {}, newest)
@@ -99,6 +107,7 @@ class Fleet:
                 await self.aclose()
             raise
         self._open = True
+        self._keeper.begin()
         return self
 
     async def _closed_early(self) -> None:
@@ -135,7 +144,7 @@ class Fleet:
 
     async def _supervise(self, stop: asyncio.Event) -> None:
         async with anyio.create_task_group() as group:
-            for service in (*self._services, self._coordinator.run):
+            for service in (*self._services, self._coordinator.run, self._keeper.run):
                 group.start_soon(self._served, service, stop)
             async with anyio.create_task_group() as lives:
                 for replica in self.replicas:
@@ -144,6 +153,7 @@ class Fleet:
                     await stop.wait()
                 finally:
                     self._open = False
+                    self._keeper.close()
                     self._coordinator.close()
                     for replica in self.replicas:
                         replica.stop()
@@ -178,9 +188,14 @@ class Fleet:
         return self._ledger.newest
 
     def _idle(self) -> None:
+        self._keeper.refitted()
+        self._router.changed()
+
+    def _given_up(self) -> None:
         self._router.changed()
 
     def _changed(self) -> None:
+        self._keeper.changed()
         self._router.changed()
         self._coordinator.changed()
 
@@ -288,10 +303,20 @@ class Fleet:
             return self._intake.refused(error)
 
     async def _admit(self, flight: Flight) -> None:
-        replica = await self._router.admit(flight.session_id, flight.waits)
-        with replica.gate.lease() as commit:
-            leg = await replica.backend.submit(flight.request(f"w{commit.weight_version}.{commit.number}"))
-            flight.boarded(replica, leg, commit.place)
+        while True:
+            replica = await self._router.admit(flight.session_id, flight.waits)
+            try:
+                with replica.gate.lease() as commit:
+                    leg = await replica.backend.submit(flight.request(f"w{commit.weight_version}.{commit.number}"))
+                    flight.boarded(replica, leg, commit.place)
+            except ReplicaDied as error:
+                # No engine had accepted it, so nothing of it is lost: another replica may take it.
+                replica.suspect(error)
+                await replica.caught_up()
+                if replica.gate.commit is not None:
+                    raise
+            else:
+                return
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._intake.renderer.decode(token_ids) if self._intake.renderer is not None else ""
@@ -318,23 +343,19 @@ class Fleet:
         """Give memory back on every serving or idle replica.
 
         Level 1 keeps the weights in host memory, level 2 discards them, after which only a full refit serves
-        again. The KV cache is dropped by both, so requests in flight cannot `keep` theirs.
+        again. The KV cache is dropped by both, so requests in flight cannot `keep` theirs. While any replica
+        sleeps nothing is recovered automatically: an engine that boots would take the memory that was given back.
 
         Raises:
             UnsupportedPolicy: `level` is not 1 or 2, or `policy` is "keep".
         """
         self._must_be_open()
-        if level not in (1, 2):
-            raise UnsupportedPolicy(f"sleep level {level} is not 1 or 2")
-        if policy not in ("recompute", "wait", "abort"):
-            raise UnsupportedPolicy("a sleep drops the KV cache: use recompute, wait or abort")
-        awake = [r for r in self.replicas if r.phase not in (Phase.SLEEPING, Phase.DEAD, Phase.QUARANTINED)]
-        await self._all(r.sleep(level, policy) for r in awake)
+        await self._upkeep.sleep(level, policy)
 
     async def wake_up(self) -> None:
         """Wake every sleeping replica. After level 2 it serves nothing until a refit."""
         self._must_be_open()
-        await self._all(r.wake() for r in self.replicas if r.phase is Phase.SLEEPING)
+        await self._upkeep.wake_up()
 
     async def fingerprints(self) -> dict[str, dict[str, str]]:
         """Return, for each serving replica, a 64-bit number of each live tensor, as `rank:name`.
@@ -344,65 +365,58 @@ class Fleet:
         CPU). Takes the engine between two steps, about 4 ms a GiB on a GPU.
         """
         self._must_be_open()
-        limit = Deadlines().finalize
-        out = {}
-        for replica in self.replicas:
-            if replica.phase is Phase.SERVING:
-                call = replica.backend.call_workers(WorkerOp("fingerprint"))
-                replies = await bounded(call, limit, replica=replica.name, phase="fingerprint")
-                for reply in replies:
-                    if reply.error is not None:
-                        raise from_record(reply.error)
-                out[replica.name] = {
-                    f"{reply.rank}:{name}": value
-                    for reply in replies
-                    for name, value in (reply.fingerprint or {}).items()
-                }
-        return out
+        return await self._upkeep.fingerprints()
 
-    async def recover(self, *, policy: Policy = "recompute") -> RefitReport | None:
+    async def recover(
+        self,
+        source: str | os.PathLike[str] | None = None,
+        *,
+        weight_version: int | None = None,
+        cast: Literal["inventory"] | None = None,
+        policy: Policy = "recompute",
+        rebase: bool = False,
+    ) -> RefitReport | None:
         """Bring dead, quarantined and idle replicas back to the version that the fleet serves.
 
-        Dead ones are booted anew. The version comes from where the last refit left it; the trainer is not asked.
-        Returns the report of that refit, or None when every replica serves already.
+        Dead ones are booted anew. Without `source` the version comes from where the last refit left it, or from the
+        checkpoint of the launch while that is the newest; the trainer is not asked. Where no replica serves any
+        more, what the trainer sent last is taken even if its refit had failed.
+
+        Args:
+            source: folder of a checkpoint to recover from.
+            weight_version: the version it holds; by default the fleet's, and then its content must be the same.
+            cast: as in `refit`.
+            policy: fate of requests in flight on replicas that serve another version.
+            rebase: the version may be below the fleet's; later ones are counted from it.
+
+        Returns:
+            The report of that refit, or None when every replica serves already.
 
         Raises:
-            NotServing: the last version is no longer at hand: publish it again, or refit from a checkpoint.
+            NotServing: no version is at hand any more: publish it again, or name a checkpoint.
+            StaleVersion: `weight_version` is below the fleet's, and no rebase.
+            OfferRejected: the checkpoint does not hold what was committed as that version.
         """
         self._must_be_open()
-        await self.restart()
-        newest = self._ledger.newest
-        if newest is not None and all(r.place == newest for r in self.replicas):
-            return None
-        version = newest.weight_version if newest is not None else None
-        sending = self._transport.replay(version) if version is not None else None
-        if sending is None:
-            raise NotServing(
-                f"version {version} is no longer at hand: publish it again, or refit from a checkpoint",
-                weight_version=version,
-            )
+        options = RefitOptions(policy=policy, rebase=rebase)
+        given = None
+        if source is not None:
+            newest = self._ledger.newest
+            version = weight_version if weight_version is not None else newest.weight_version if newest else None
+            if version is None:
+                raise UnsupportedPolicy("nothing was ever committed: say which weight_version the checkpoint holds")
+            given = self._checkpoint(source, version, cast, options)
+        elif weight_version is not None or cast is not None or rebase:
+            raise UnsupportedPolicy("weight_version, cast and rebase are about a source: name one")
+        return await self._keeper.recover(given, options)
 
-        async def make() -> Sending:
-            return sending
-
-        offer = sending.offer
-        handle = RefitHandle(offer.refit_id, offer.weight_version)
-        return await self.offer(make, RefitOptions(policy=policy), handle)
+    def _checkpoint(
+        self, source: str | os.PathLike[str], version: int, cast: Literal["inventory"] | None, options: RefitOptions
+    ) -> Delivery:
+        """Return what opens a checkpoint; for those who know how."""
+        raise UnsupportedPolicy(f"this fleet reads no checkpoints, so not {os.fspath(source)}")
 
     async def restart(self, replica: str | None = None) -> None:
         """Boot dead replicas anew, one by name or all. They have proven nothing and serve after their next refit."""
         self._must_be_open()
-        if replica is not None and replica not in {r.name for r in self.replicas}:
-            raise UnsupportedPolicy(f"there is no replica {replica}, only {', '.join(r.name for r in self.replicas)}")
-        await self._all(r.caught_up() for r in self.replicas)
-        dead = [r for r in self.replicas if r.phase is Phase.DEAD and replica in (None, r.name)]
-        await self._all(r.restart() for r in dead)
-
-    @staticmethod
-    async def _all(calls: Any) -> None:
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        for result in results:
-            if isinstance(result, PitstopError):
-                raise result
-            if isinstance(result, BaseException):
-                raise result
+        await self._upkeep.restart(replica)

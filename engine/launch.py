@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import logging
 import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pitstop.engine.errors import UnsupportedPolicy, names
+from pitstop.engine.errors import PitstopError, UnsupportedPolicy, names
 from pitstop.engine.fleet import Fleet
 from pitstop.engine.handle import RefitHandle
 from pitstop.engine.ports import Backend, Observer, Renderer, Scalar, Sending, default_observer
+from pitstop.engine.recovery import Delivery, Origin, Recovery
 from pitstop.engine.refit import Deadlines, Policy, RefitOptions
 from pitstop.engine.rundir import RunDir
 from pitstop.engine.worker_ports import Mode
 
 if TYPE_CHECKING:
     from pitstop.transports.remote import RemoteSending
+    from pitstop.transports.room import Buffers
     from pitstop.transports.sources import Publishable
 
 log = logging.getLogger("pitstop.engine")
@@ -49,7 +52,11 @@ class RolloutEngine(Fleet):
         labels: Mapping[str, Scalar] | None = None,
         listen: str | None = None,
         keys: str | os.PathLike[str] | None = None,
+        recovery: Recovery | None = None,
+        checkpoint: tuple[Path, int] | None = None,
+        buffers: Buffers | None = None,
     ) -> None:
+        """`checkpoint`: the folder that the backends boot from, and the version it holds."""
         from pitstop.telemetry.context import capture
         from pitstop.transports.control import ControlLink
         from pitstop.transports.shared_memory import SharedMemoryTransport
@@ -69,13 +76,16 @@ class RolloutEngine(Fleet):
         self._link = link
         super().__init__(
             backends,
-            SharedMemoryTransport(link),
+            SharedMemoryTransport(link, buffers),
             observer or default_observer(),
             renderer=renderer,
             services=[link.run],
             context=capture,
             labels=labels,
+            recovery=recovery,
         )
+        self._booted_from = checkpoint
+        self._booted_files: tuple[object, ...] | None = None
 
     @classmethod
     def launch(
@@ -89,6 +99,8 @@ class RolloutEngine(Fleet):
         policy: Policy = "recompute",
         mode: Mode = "auto",
         on_replica_loss: Literal["error"] = "error",
+        recovery: Literal["manual", "automatic"] | Recovery = "manual",
+        buffers: Buffers | None = None,
         observer: Observer | None = None,
         listen: str | None = None,
         keys: str | os.PathLike[str] | None = None,
@@ -105,6 +117,10 @@ class RolloutEngine(Fleet):
             mode: where a refit is received unless it says otherwise: "staged" in spare memory, "in_place" in the
                 live parameters of suspended replicas, "auto" as memory allows.
             on_replica_loss: requests on a replica that is lost end with its error, keeping their tokens.
+            recovery: replicas that are lost come back when `recover()` is called ("manual"), or by themselves
+                ("automatic", or a `Recovery` that says how often and how fast); requests that no replica can take
+                wait meanwhile.
+            buffers: memory that refits may use on their way (`pitstop.transports.Buffers`); by default what there is.
             observer: is told what happens; by default what `pitstop.telemetry.configure` installed.
             listen: `tcp://<host>:<port>` lets trainers connect there too (`tcp_address`); port 0 is any, no host the
                 loopback. Everything on it is encrypted, and only who can read the run's `client.key` gets in.
@@ -119,6 +135,8 @@ class RolloutEngine(Fleet):
             raise UnsupportedPolicy(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
         if on_replica_loss != "error":
             raise UnsupportedPolicy(f"on_replica_loss {on_replica_loss!r} is not 'error'")
+        if recovery not in ("manual", "automatic") and not isinstance(recovery, Recovery):
+            raise UnsupportedPolicy(f"recovery {recovery!r} is neither 'manual', 'automatic' nor a Recovery")
         if replicas < 1:
             raise UnsupportedPolicy(f"replicas is {replicas}, below 1")
         from pitstop.engine.vllm_backend import TokenizerRenderer, VllmBackend
@@ -138,8 +156,14 @@ class RolloutEngine(Fleet):
         labels = {"model": Path(model).name, "provider": backend}
         return cls(
             made, renderer=renderer, observer=observer, policy=policy, mode=mode, labels=labels,
-            listen=listen, keys=keys,
+            listen=listen, keys=keys, buffers=buffers,
+            recovery=recovery if isinstance(recovery, Recovery) else Recovery() if recovery == "automatic" else None,
+            checkpoint=(Path(model), weight_version),
         )  # fmt: skip
+
+    async def __aenter__(self) -> Self:
+        self._keeper.origin = await self._origin()
+        return await super().__aenter__()
 
     @property
     def address(self) -> str:
@@ -214,6 +238,45 @@ class RolloutEngine(Fleet):
 
         return self.offer(make, options, handle)
 
+    def _checkpoint(
+        self,
+        source: str | os.PathLike[str],
+        version: int,
+        cast: Literal["inventory"] | None,
+        options: RefitOptions,
+    ) -> Delivery:
+        from pitstop.transports.memory_link import checkpoint_sending
+        from pitstop.transports.reports import judge
+
+        judge(version, cast, options.policy, {})
+        files = None
+        if self._booted_from is not None and self._booted_files is not None:
+            path, first = self._booted_from
+            # By name alone: what lies there is compared where it is opened.
+            if version == first and os.path.abspath(path) == os.path.abspath(source):
+                files = self._booted_files
+        refit_id = uuid.uuid4().hex
+        make = functools.partial(
+            checkpoint_sending, Path(source), seconds=options.deadlines.receive, weight_version=version, cast=cast,
+            headers=dict(self._context()), refit_id=refit_id, files=files,
+        )  # fmt: skip
+        return Delivery(refit_id, version, make, options.rebase, files is not None)
+
+    async def _origin(self) -> Origin | None:
+        """Note which files the replicas are about to boot from."""
+        from pitstop.transports.memory_link import checkpoint_sending
+
+        if self._booted_from is None:
+            return None
+        path, version = self._booted_from
+        try:
+            sending = await checkpoint_sending(path, seconds=Deadlines().control, weight_version=version)
+        except PitstopError:
+            return None  # a hub id, or something that vLLM alone can read
+        self._booted_files = sending.files
+        sending.dropped()
+        return Origin(version, lambda: self._checkpoint(path, version, None, RefitOptions()))
+
     async def aclose(self) -> None:
         """End every request with an error, every replica and every process. Idempotent, bounded."""
         try:
@@ -224,7 +287,7 @@ class RolloutEngine(Fleet):
     def _options(
         self,
         policy: str | None,
-        mode: Mode | None,
+        mode: str | None,
         deadlines: Mapping[str, float] | Deadlines | None,
         *,
         rebase: bool,
@@ -239,7 +302,7 @@ class RolloutEngine(Fleet):
 
     def _offered(self, sending: RemoteSending) -> None:
         self._must_be_open()
-        options = self._options(sending.policy, None, sending.deadlines, rebase=sending.rebase)
+        options = self._options(sending.policy, sending.mode, sending.deadlines, rebase=sending.rebase)
 
         async def make() -> Sending:
             return sending
@@ -251,6 +314,10 @@ class RolloutEngine(Fleet):
         from pitstop.transports.digest import prepare
 
         await super()._ready()
+        # What booting has made stays. A collector that looked through all of it, while a refit makes tens of thousands
+        # of records, would stop the loop for a tenth of a second each time.
+        gc.collect()
+        gc.freeze()
         # Compiled once a machine and cached on disk: then the first refit waits for it neither here nor in a worker.
         prepare()
 

@@ -189,6 +189,8 @@ class Replica:
 
     async def caught_up(self) -> None:
         """Return when every event that has been posted by now has been looked at."""
+        if self._phase is Phase.STOPPED:
+            return
         heard: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._inbox.put_nowait(_Post(-1, StopAsked(), heard=heard))
         with contextlib.suppress(PitstopError):

@@ -29,15 +29,22 @@ _MISSING: Final = {
 class Router:
     """Admission to a fleet. Waiters are served in the order they came."""
 
-    def __init__(self, replicas: Sequence[Replica], refitting: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        expecting: Callable[[], bool],
+        verdict: Callable[[Replica], str | None] = lambda _: None,
+    ) -> None:
+        """`expecting`: whether a replica may come back by itself; `verdict`: why one does not."""
         self._replicas = replicas
-        self._refitting = refitting
+        self._expecting = expecting
+        self._verdict = verdict
         self._turn = 0
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._waiters: dict[asyncio.Future[None], None] = {}
 
     def changed(self) -> None:
-        """A replica changed phase, or a refit ended: if there is anything new to see, let waiters look again."""
+        """A replica changed phase, a refit ended, recovery was given up: if that is news to waiters, let them look."""
         if self._waiters and (self._open() or not self._coming()):
             self._wake()
 
@@ -54,7 +61,7 @@ class Router:
         return [r for r in self._replicas if r.gate.commit is not None]
 
     def _coming(self) -> bool:
-        return self._refitting() or any(r.phase in _COMING for r in self._replicas)
+        return self._expecting() or any(r.phase in _COMING for r in self._replicas)
 
     async def admit(self, session_id: str | None, wait: Callable[[asyncio.Future[None]], None]) -> Replica:
         """Return an open replica, waiting while one is on its way. Take its lease before the next await.
@@ -77,9 +84,9 @@ class Router:
             finally:
                 self._waiters.pop(waiter, None)
 
-    @staticmethod
-    def _why(replica: Replica) -> str:
-        return f"{replica.name} is {replica.phase.value}: {_MISSING.get(replica.phase, 'it is on its way')}"
+    def _why(self, replica: Replica) -> str:
+        missing = self._verdict(replica) or _MISSING.get(replica.phase, "it is on its way")
+        return f"{replica.name} is {replica.phase.value}: {missing}"
 
     def _pick(self, session_id: str | None) -> Replica | None:
         ready = self._open()

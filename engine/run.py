@@ -79,6 +79,11 @@ class RefitRun:
         """The version on its way."""
         return self._offer.weight_version
 
+    @property
+    def digests(self) -> tuple[int, ...] | None:
+        """What the trainer has sealed, once it has."""
+        return self._digests
+
     async def run(self, replicas: Sequence[Replica], previous: int | None) -> None:
         """Do it. What happened is in the handle's report; raises only when cancelled."""
         self._open(previous)
@@ -201,8 +206,10 @@ class RefitRun:
         )  # fmt: skip
 
     async def _choose(self, replicas: Sequence[Replica]) -> None:
+        ready = any(r.phase in _TAKES_REFIT for r in replicas)
         for replica in replicas:
-            if replica.phase not in SETTLED:
+            # One that boots anew takes its time: those that are there do not wait for it.
+            if replica.phase not in SETTLED and not (ready and replica.phase is Phase.STARTING):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._options.deadlines.control):
                         await replica.reached(SETTLED)

@@ -305,6 +305,8 @@ class SimulatedBackend:
         if self.death is not None:
             raise self.death
         await asyncio.sleep(self.delays.call if seconds is None else seconds)
+        if self.death is not None:
+            raise self.death
         fault = self.script.next(name)
         if fault is not None:
             await self._strike(fault, name)

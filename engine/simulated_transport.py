@@ -66,7 +66,7 @@ class SimulatedRing:
         self._buckets = 0
         self._readers: dict[tuple[str, int], int] = {}
         self._moved = asyncio.Event()
-        self._calls: list[Callable[[int], None]] = []
+        self._calls: list[Callable[[int], object]] = []
 
     def lent(self, handle: bytes, nbytes: int) -> None:
         """See `Ring.lent`."""
@@ -79,7 +79,7 @@ class SimulatedRing:
         self._drain()
         asyncio.get_running_loop().call_later(self._patience, self._evict, buckets)
 
-    def on_drained(self, call: Callable[[int], None]) -> None:
+    def on_drained(self, call: Callable[[int], object]) -> None:
         """See `Ring.on_drained`."""
         self._calls.append(call)
 

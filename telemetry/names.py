@@ -103,6 +103,7 @@ FROM: Final = "rl.transition.from"
 TO: Final = "rl.transition.to"
 EVENT: Final = "rl.event"
 STALENESS_AT: Final = "rl.staleness.at"
+RECOVERY: Final = "rl.recovery.outcome"
 SIGNAL: Final = "rl.telemetry.signal"
 REASON: Final = "rl.telemetry.reason"
 
@@ -122,7 +123,7 @@ DETAILS: Final[Mapping[str, str]] = MappingProxyType({
     "seed": GENAI_SEED, "session_id": GENAI_CONVERSATION, "finish_reason": GENAI_FINISH_REASONS,
     "prompt_tokens": GENAI_INPUT_TOKENS,
     "output_tokens": GENAI_OUTPUT_TOKENS, "cached_tokens": GENAI_CACHED_TOKENS,
-    "at": STALENESS_AT, "signal": SIGNAL, "reason": REASON,
+    "at": STALENESS_AT, "recovery": RECOVERY, "signal": SIGNAL, "reason": REASON,
 })  # fmt: skip
 """What the keys of `Transition.detail`, `Work.detail`, `closed` and `counted` are called when written."""
 
@@ -200,6 +201,7 @@ BUBBLE: Final = "rl.suspend.bubble"
 STATUS: Final = "rl.replica.status"
 TRANSITIONS: Final = "rl.replica.transitions"
 ILLEGAL_EVENTS: Final = "rl.replica.illegal_events"
+RECOVERIES: Final = "rl.replica.recoveries"
 REQUESTS: Final = "rl.requests"
 REQUESTS_ACTIVE: Final = "rl.requests.active"
 STALENESS: Final = "rl.staleness"
@@ -226,6 +228,10 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType({
         Metric(STATUS, "updown", "1", "Replicas in each state", (REPLICA_STATE,)),
         Metric(TRANSITIONS, "counter", "{transition}", "Changes of phase", (FROM, TO)),
         Metric(ILLEGAL_EVENTS, "counter", "{event}", "Events the lifecycle has no row for", (REPLICA_STATE, EVENT)),
+        Metric(
+            RECOVERIES, "counter", "{recovery}",
+            "Automatic recoveries of lost replicas: recovered, failed (and tried again), given_up", (RECOVERY,),
+        ),
         Metric(REQUESTS, "counter", "{request}", "Requests that ended", (FINISH, ERROR_TYPE)),
         Metric(REQUESTS_ACTIVE, "updown", "{request}", "Requests that have begun and not ended"),
         Metric(

@@ -18,6 +18,8 @@ RECORDS = ("errors", "lifecycle", "staging", "ledger", "request", "worker_ports"
 PURE = (*RECORDS, "ports")
 DRIVERS = (
     "fleet",
+    "recovery",
+    "upkeep",
     "coordinator",
     "run",
     "part",

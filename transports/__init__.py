@@ -5,5 +5,6 @@ if __name__ == "transports":
 
 from pitstop.transports.publish_handle import PublishHandle
 from pitstop.transports.publisher import Publisher
+from pitstop.transports.room import Buffers
 
-__all__ = ["PublishHandle", "Publisher"]
+__all__ = ["Buffers", "PublishHandle", "Publisher"]

@@ -66,6 +66,11 @@ class CheckpointSource:
         """Close the files. Idempotent."""
         self._stack.close()
 
+    @property
+    def files(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """What was opened: paths, and which files and states of files lay there."""
+        return tuple((str(path), state) for path, _, state in self._files)
+
     def specs(self) -> tuple[TensorSpec, ...]:
         """Return what there is, in the order in which it lies in the files."""
         return tuple(entry.spec for entry in self._entries)

@@ -111,6 +111,19 @@ class BorrowedRing:
         self._end()
 
 
+def lend(known: LentRing | None, identity: str, nbytes: int) -> LentRing:
+    """Return a ring of `nbytes` on the GPU of that identity: `known` again if it is one.
+
+    Raises:
+        LocalError: no such GPU is visible here.
+        WorkerFailed: there is no memory for it.
+    """
+    device = device_of(identity)
+    if known is not None and (known.device, known.nbytes) == (device, nbytes):
+        return known
+    return LentRing(device, nbytes)
+
+
 _NO_SHARING: Final = "both processes must belong to one user and share their PID and IPC namespaces"
 _rings: Final[dict[tuple[str, int], weakref.finalize[..., Any]]] = {}
 _borrowed: Final[dict[str, BorrowedRing]] = {}

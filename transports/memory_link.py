@@ -12,10 +12,11 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final, Literal
 from uuid import uuid4
 
-from pitstop.engine.errors import DeadlineExceeded, LocalError, PitstopError, WorkerFailed
+from pitstop.engine.errors import CheckpointUnreadable, DeadlineExceeded, LocalError, PitstopError, WorkerFailed
 from pitstop.engine.ports import NullObserver, Observer, Ring, Work
 from pitstop.engine.refit import RefitReport
 from pitstop.engine.worker_ports import Manifest, Offer, Ticket, Trailer
+from pitstop.transports.checkpoint_source import CheckpointSource
 from pitstop.transports.packing import Slot, Source
 from pitstop.transports.pool import WRITING
 from pitstop.transports.pouring import Geometry, pour, pour_lent
@@ -60,8 +61,11 @@ async def checkpoint_sending(
     headers: Mapping[str, str] | None = None,
     refit_id: str | None = None,
     observer: Observer | None = None,
+    files: tuple[object, ...] | None = None,
 ) -> MemorySending:
     """`memory_sending` of a checkpoint, opened in a thread of its own that is left behind if a file system hangs.
+
+    `files` is `MemorySending.files` of an earlier time: the checkpoint must still be the same files, unchanged.
 
     Raises:
         DeadlineExceeded: it was not open within `seconds`. Should it ever be, it is closed.
@@ -72,12 +76,15 @@ async def checkpoint_sending(
 
     def opening() -> None:
         try:
-            opened.set_result(
-                memory_sending(
-                    path, weight_version=weight_version, cast=cast, headers=headers, refit_id=refit_id,
-                    observer=observer,
-                )
-            )  # fmt: skip
+            sending = memory_sending(
+                path, weight_version=weight_version, cast=cast, headers=headers, refit_id=refit_id, observer=observer
+            )
+            if files in (None, sending.files):
+                opened.set_result(sending)
+            else:
+                sending.dropped()
+                changed = CheckpointUnreadable(f"{os.fspath(path)} has changed since the engine booted from it")
+                opened.set_exception(changed)
         except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
             opened.set_exception(error)
 
@@ -110,6 +117,7 @@ class MemorySending:
         self.offer = offer
         self.transport = "memory"
         self._source: Source | None = source
+        self.files: tuple[object, ...] = source.files if isinstance(source, CheckpointSource) else ()
         self._observer = observer or NullObserver()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 from pitstop.engine.fleet import Fleet
 from pitstop.engine.handle import RefitHandle
 from pitstop.engine.lifecycle import Phase
-from pitstop.engine.ports import Observer, Scalar, Transition, Work
+from pitstop.engine.ports import Observer, Ring, Scalar, Transition, Work
+from pitstop.engine.recovery import Delivery, Origin, Recovery
 from pitstop.engine.refit import RefitOptions
 from pitstop.engine.simulated import Script, SimulatedBackend, SimulatedSending, SimulatedTransport, token_for
-from pitstop.engine.worker_ports import Offer, TensorSpec
+from pitstop.engine.worker_ports import Manifest, Offer, TensorSpec, Ticket, Trailer
 
 
 class Log:
@@ -41,16 +45,51 @@ class Log:
         return [t.after.value for t in self.transitions if t.replica == replica]
 
 
-class SimFleet(Fleet):
-    """A fleet with its simulated parts at hand."""
+class Checkpoint(SimulatedSending):
+    """A folder whose content is that of version `holds`, whatever version it is offered as."""
 
-    def __init__(self, backends: Sequence[SimulatedBackend], observer: Observer | None = None) -> None:
+    def __init__(self, offer: Offer, holds: int) -> None:
+        super().__init__(offer)
+        self._holds = holds
+
+    async def send(self, manifest: Manifest, tickets: Sequence[Ticket], ring: Ring | None = None) -> Trailer:
+        content = SimulatedSending(replace(self.offer, weight_version=self._holds))
+        return await content.send(manifest, tickets, ring)
+
+
+class SimFleet(Fleet):
+    """A fleet with its simulated parts at hand. `checkpoints`: the version that each path holds."""
+
+    def __init__(
+        self,
+        backends: Sequence[SimulatedBackend],
+        observer: Observer | None = None,
+        *,
+        recovery: Recovery | None = None,
+        checkpoints: Mapping[str, int] | None = None,
+        origin: str | None = None,
+    ) -> None:
         self.sims = backends
         self.transport = SimulatedTransport()
         self.log = Log()
+        self.checkpoints = dict(checkpoints or {})
         for backend in backends:
             backend.transport = self.transport
-        super().__init__(backends, self.transport, observer or self.log)
+        super().__init__(backends, self.transport, observer or self.log, recovery=recovery)
+        if origin is not None:
+            version = self.checkpoints[origin]
+            self._keeper.origin = Origin(version, lambda: self._checkpoint(origin, version, None, RefitOptions()))
+        self.origin = origin
+
+    def _checkpoint(
+        self, source: str | os.PathLike[str], version: int, cast: Literal["inventory"] | None, options: RefitOptions
+    ) -> Delivery:
+        offer = Offer(uuid.uuid4().hex, version, tuple(self.sims[0].specs))
+
+        async def make() -> SimulatedSending:
+            return Checkpoint(offer, self.checkpoints[os.fspath(source)])
+
+        return Delivery(offer.refit_id, version, make, options.rebase, source == self.origin)
 
     def phase(self, n: int = 0) -> Phase:
         return self.replicas[n].phase
@@ -67,8 +106,23 @@ class SimFleet(Fleet):
         return self.offer(make, options or RefitOptions(), RefitHandle(offer.refit_id, version))
 
 
-def fleet(n: int = 1, **options: Any) -> SimFleet:
-    return SimFleet([SimulatedBackend(**options) for _ in range(n)])
+def fleet(
+    n: int = 1,
+    *,
+    recovery: Recovery | None = None,
+    checkpoints: Mapping[str, int] | None = None,
+    origin: str | None = None,
+    **options: Any,
+) -> SimFleet:
+    backends = [SimulatedBackend(**options) for _ in range(n)]
+    return SimFleet(backends, recovery=recovery, checkpoints=checkpoints, origin=origin)
+
+
+async def until(true: Callable[[], object], seconds: float = 5.0) -> None:
+    """Wait until something is so."""
+    async with asyncio.timeout(seconds):
+        while not true():  # noqa: ASYNC110 - it may be anything
+            await asyncio.sleep(0.005)
 
 
 def expected(prompt: Sequence[int], spans: Sequence[tuple[int, int, int]]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ BUSY = Delays(step=0.001)
 SLOTS = pytest.mark.parametrize("slots", [0, 2], ids=["whole", "ring"])
 
 
-def ringed(n: int = 1, slots: int = 2, **options: object) -> SimFleet:
+def ringed(n: int = 1, slots: int = 2, **options: Any) -> SimFleet:
     engine = fleet(n, **options)
     engine.transport.slots = slots
     return engine

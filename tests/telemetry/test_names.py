@@ -43,6 +43,7 @@ def everything(told: Tee) -> None:
     told.counted(names.BUBBLE, 1, {"transport": "memory"})
     told.counted(names.STALENESS, 1, {"at": "admission"})
     told.counted(names.ILLEGAL_EVENTS, 1, {"state": "serving", "event": "Resumed"})
+    told.counted(names.RECOVERIES, 1, {"recovery": "recovered"})
     told.counted("rl.unheard.of", 1)
 
 

@@ -1,0 +1,80 @@
+"""What a fleet's owner does to replicas beside refits: sleep, wake, restart, look at the live weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import Literal
+
+from pitstop.engine.errors import PitstopError, UnsupportedPolicy, from_record
+from pitstop.engine.job import bounded
+from pitstop.engine.lifecycle import Phase
+from pitstop.engine.refit import Deadlines
+from pitstop.engine.replica import Replica
+from pitstop.engine.worker_ports import WorkerOp
+
+_NOT_ASLEEP = frozenset({Phase.SLEEPING, Phase.DEAD, Phase.QUARANTINED})
+
+
+class Upkeep:
+    """The replicas of one fleet, handled together. What fails on one does not keep it from the others."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = replicas
+
+    async def sleep(self, level: int, policy: Literal["recompute", "wait", "abort"]) -> None:
+        """See `Fleet.sleep`."""
+        if level not in (1, 2):
+            raise UnsupportedPolicy(f"sleep level {level} is not 1 or 2")
+        if policy not in ("recompute", "wait", "abort"):
+            raise UnsupportedPolicy("a sleep drops the KV cache: use recompute, wait or abort")
+        _raise_first(await _all(r.sleep(level, policy) for r in self._replicas if r.phase not in _NOT_ASLEEP))
+
+    async def wake_up(self) -> None:
+        """See `Fleet.wake_up`."""
+        _raise_first(await _all(r.wake() for r in self._replicas if r.phase is Phase.SLEEPING))
+
+    async def restart(self, replica: str | None = None) -> None:
+        """See `Fleet.restart`."""
+        if replica is not None and replica not in {r.name for r in self._replicas}:
+            known = ", ".join(r.name for r in self._replicas)
+            raise UnsupportedPolicy(f"there is no replica {replica}, only {known}")
+        _raise_first(await self.boot_dead(replica))
+
+    async def boot_dead(self, replica: str | None = None) -> list[PitstopError]:
+        """Boot dead replicas anew, one by name or all; return what kept some of them from it."""
+        await _all(r.caught_up() for r in self._replicas)
+        dead = [r for r in self._replicas if r.phase is Phase.DEAD and replica in (None, r.name)]
+        return await _all(r.restart() for r in dead)
+
+    async def fingerprints(self) -> dict[str, dict[str, str]]:
+        """See `Fleet.fingerprints`."""
+        limit = Deadlines().finalize
+        out = {}
+        for replica in self._replicas:
+            if replica.phase is Phase.SERVING:
+                call = replica.backend.call_workers(WorkerOp("fingerprint"))
+                replies = await bounded(call, limit, replica=replica.name, phase="fingerprint")
+                for reply in replies:
+                    if reply.error is not None:
+                        raise from_record(reply.error)
+                out[replica.name] = {
+                    f"{reply.rank}:{name}": value
+                    for reply in replies
+                    for name, value in (reply.fingerprint or {}).items()
+                }
+        return out
+
+
+async def _all(calls: Iterable[Awaitable[None]]) -> list[PitstopError]:
+    """Await all calls; return the errors that are known, raise what is not."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, PitstopError):
+            raise result
+    return [result for result in results if isinstance(result, PitstopError)]
+
+
+def _raise_first(errors: Sequence[PitstopError]) -> None:
+    if errors:
+        raise errors[0]
