@@ -197,7 +197,7 @@ class Coordinator:
         run, self._running = self._running and self._running[0], None
         if run is not None and run.digests is not None:
             self.sealed = run.place
-            if self._ledger.newest == run.place:
+            if self._ledger.newest == run.place and run.place not in self._known:
                 # A replica has held it for a moment at least, even if it was lost before it served.
                 self._known.clear()
                 self._known[run.place] = run.digests
