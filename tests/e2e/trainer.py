@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,14 +55,34 @@ def _serve(link: Connection, address: str, run_dir: str | None) -> None:
         while (order := link.recv()) is not None:
             path, version, how, options = order
             tensors = change(load_file(f"{path}/model.safetensors"), how)
+            what = _stuck(tensors, link) if how == "stuck" else tensors
             try:
-                handle = publisher.publish(tensors, weight_version=version, **options)
+                handle = publisher.publish(what, weight_version=version, **options)
                 if options.get("policy") != "wait":
                     handle.sent.wait(30)
                 report = handle.result(timeout=60)
                 link.send((report.outcome.value, report.nbytes, report.transport))
             except PitstopError as error:
                 link.send((error.slug, str(error), error.fields))
+
+
+def _stuck(tensors: dict[str, Any], link: Connection) -> Any:
+    """A source that stops for ever at the fourth bucket, beating."""
+    from pitstop.transports.sources import TensorSource
+
+    class Stuck(TensorSource):
+        calls = 0
+
+        def pack(self, slots: Any, into: Any, digests: Any) -> Iterator[int]:
+            self.calls += 1
+            if self.calls == 4:
+                link.send("stuck")
+            while self.calls >= 4:
+                time.sleep(0.01)
+                yield 0
+            yield from super().pack(slots, into, digests)
+
+    return Stuck(tensors.items())
 
 
 class Trainer:
@@ -73,6 +94,13 @@ class Trainer:
     async def publish(self, path: Path, version: int, how: str = "", **options: Any) -> tuple[Any, ...]:
         self._link.send((str(path), version, how, options))
         return await anyio.to_thread.run_sync(self._link.recv)
+
+    def start(self, path: Path, version: int, how: str = "", **options: Any) -> None:
+        self._link.send((str(path), version, how, options))
+
+    async def said(self, seconds: float) -> Any:
+        """What it says of itself, within so long."""
+        return await anyio.to_thread.run_sync(lambda: self._link.recv() if self._link.poll(seconds) else None)
 
     async def connected(self) -> None:
         await anyio.to_thread.run_sync(self._link.recv)

@@ -61,6 +61,39 @@ async def test_a_version_goes_through_a_ring_bit_for_bit_over_and_over(
     assert len(set(engine.buffers)) == 1
 
 
+async def test_b05_tensors_around_the_size_of_a_bucket_and_far_above_it_all_arrive(tmp_path: Path) -> None:
+    import torch
+
+    slot, odd = 64 << 10, {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        for nbytes in (256, slot - dtype.itemsize, slot, slot + dtype.itemsize, 5 * slot + 3 * dtype.itemsize):
+            odd[f"{name}.{nbytes}"] = torch.randn(nbytes // dtype.itemsize).to(dtype)
+    odd["across"] = torch.randn(300, 200).t()  # has to be copied to be flat
+    async with rig(tmp_path, inventory(odd), buffers=ring(slot)) as engine:
+        for mode in ("staged", "in_place"):
+            engine.mode = mode  # type: ignore[assignment]
+            worker, sending = Worker(), memory_sending(odd.items(), weight_version=1)
+            assert (await engine.refit(sending, [worker], release=False)).error is None
+            assert await asyncio.to_thread(worker.content) == {name: sha(tensor) for name, tensor in odd.items()}
+            await engine.release(sending, [worker])
+
+
+async def test_a_checkpoint_goes_through_a_ring_cast_or_not(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    wide = {name: torch.randn(n, 33) for name, n in (("a", 1), ("b", 700), ("c", 90))}
+    save_file(wide, tmp_path / "model.safetensors")
+    for dtype, cast in (("float32", None), ("bfloat16", "inventory"), ("float16", "inventory")):
+        wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in wide.items()}
+        (tmp_path / dtype).mkdir()
+        async with rig(tmp_path / dtype, inventory(wanted), buffers=ring(4096)) as engine:
+            worker, sending = Worker(), memory_sending(tmp_path, weight_version=1, cast=cast)  # type: ignore[arg-type]
+            assert (await engine.refit(sending, [worker], release=False)).error is None
+            assert await asyncio.to_thread(worker.content) == {name: sha(tensor) for name, tensor in wanted.items()}
+            await engine.release(sending, [worker])
+
+
 @pytest.mark.parametrize("mode", ["staged", "in_place"])
 async def test_a_trainer_of_the_engines_process_uses_the_ring_as_well(tmp_path: Path, mode: Mode) -> None:
     async with rig(tmp_path, buffers=ring(2048, slots=3), mode=mode) as engine:
