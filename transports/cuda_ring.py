@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _POLL_S: Final = 5e-5
-_stuck: Final[list[object]] = []
+_stuck: Final[list[tuple[Fence, object]]] = []
 
 
 class RingMemory(Protocol):
@@ -146,6 +147,7 @@ class Drainer:
         in_place: bool = False, buffer: Tensor | None = None,
     ) -> None:  # fmt: skip
         _suits(ring, slots, slot_nbytes)
+        _stuck[:] = [(fence, drainer) for fence, drainer in _stuck if not fence.query()]
         self._ring, self._specs, self._in_place = ring, specs, in_place
         buckets = cut(specs, slot_nbytes)
         self.buckets: Final = len(buckets)
@@ -173,17 +175,21 @@ class Drainer:
         """Read buckets that are filled, each once, and wait until they have been read; return the rows now whole.
 
         Raises:
-            DeadlineExceeded: the GPU did not come to it; the memory in question is never used again.
+            DeadlineExceeded: the GPU did not come to it; the memory in question is kept until it has.
         """
         if self._in_place:
             self._allocate(buckets)
-        with self._side.use():
-            for bucket in buckets:
-                self._work.run(bucket, self._addresses)
+        try:
+            with self._side.use():
+                for bucket in buckets:
+                    self._work.run(bucket, self._addresses)
+        finally:
             fence = self._side.fence()
-        if not _passed(fence, seconds):
-            # What the GPU may still write to must not become somebody else's.
-            _stuck.append(self)
+            passed = _passed(fence, seconds)
+            if not passed:
+                # What the GPU may still write to must not become somebody else's.
+                _stuck.append((fence, self))
+        if not passed:
             raise DeadlineExceeded(f"buckets were not read from the ring within {seconds:g} s", phase="receive")
         whole = []
         for bucket in buckets:
@@ -227,11 +233,11 @@ class Drainer:
 
 
 class Side:
-    """A stream of one's own, or nothing where there are none."""
+    """A stream of Pitstop's own, one a device, or nothing where there are none."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -251,6 +257,12 @@ class Side:
         """Return the point that it has come to when all that is now queued has been done."""
         event: Fence = _Passed() if self._stream is None else self._stream.record_event()
         return event
+
+
+@cache
+def _stream(device: torch.device) -> Any:
+    # torch has 32 and then begins anew: one a refit would soon be one that the model runs on.
+    return torch.cuda.Stream(device)
 
 
 class _Passed:

@@ -36,6 +36,7 @@ if "pitstop" not in sys.modules:
     for package in ("pitstop", "pitstop.engine", "pitstop.transports"):
         sys.modules[package] = module = ModuleType(package)
         module.__path__ = [str(ROOT.joinpath(*package.split(".")[1:]))]
+        setattr(sys.modules["pitstop"], package.rpartition(".")[2], module)
 
 from pitstop.engine.errors import PeerLost, PitstopError  # noqa: E402
 from pitstop.engine.worker_ports import TensorSpec  # noqa: E402

@@ -166,13 +166,14 @@ def test_what_does_not_fit_is_named() -> None:
 def test_a_gpu_that_does_not_come_to_it_is_a_typed_error_and_its_memory_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Never:
-        def query(self) -> bool:
-            return False
+    class Late:
+        passed = False
 
-    stuck: list[object] = []
-    monkeypatch.setattr(cuda_ring, "_stuck", stuck)
-    monkeypatch.setattr(cuda_ring.Side, "fence", lambda _: Never())
+        def query(self) -> bool:
+            return self.passed
+
+    late = Late()
+    monkeypatch.setattr(cuda_ring.Side, "fence", lambda _: late)
     ring, tensors = Memory(), version(0)
     pouring, draining = pourer(ring, tensors), Drainer(ring, specs(tensors), SLOTS, SLOT)
     fence = pouring.pour(0)
@@ -180,4 +181,7 @@ def test_a_gpu_that_does_not_come_to_it_is_a_typed_error_and_its_memory_is_kept(
     assert not pouring.wait(fence, 0.01)
     with pytest.raises(DeadlineExceeded):
         draining.drain(0, seconds=0.01)
-    assert stuck == [draining]
+    assert cuda_ring._stuck == [(late, draining)]
+    late.passed = True
+    Drainer(ring, specs(tensors), SLOTS, SLOT)
+    assert cuda_ring._stuck == []
