@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pitstop.engine import RolloutEngine
+from pitstop.engine.ports import Observer
 from tests.checkpoints import write
 
 
@@ -23,10 +24,14 @@ def tiny_checkpoint(folder: Path, family: str = "qwen2", seed: int = 0) -> str:
     return str(write(folder / f"{family}-{seed}", family, seed))
 
 
-def fast_engine(model: str, *, replicas: int = 1, **engine_args: Any) -> RolloutEngine:
+def fast_engine(
+    model: str, *, replicas: int = 1, observer: Observer | None = None, recovery: Any = "manual", **engine_args: Any
+) -> RolloutEngine:
     """Describe an engine that starts in half a second."""
     args = {"enforce_eager": True, "dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, **engine_args}
-    return RolloutEngine.launch(model, replicas=replicas, engine_args=args, start_method="fork")
+    return RolloutEngine.launch(
+        model, replicas=replicas, engine_args=args, start_method="fork", observer=observer, recovery=recovery
+    )
 
 
 def wide_checkpoint(folder: Path, mib: int, tensors: int) -> tuple[str, int]:

@@ -15,6 +15,7 @@ import anyio.to_thread
 
 from pitstop.engine.coordinator import Coordinator, Make
 from pitstop.engine.errors import (
+    DeadlineExceeded,
     EngineClosed,
     InvalidRequest,
     NotServing,
@@ -28,11 +29,11 @@ from pitstop.engine.handle import RefitHandle
 from pitstop.engine.intake import Intake
 from pitstop.engine.ledger import Ledger, Place
 from pitstop.engine.lifecycle import Phase
-from pitstop.engine.ports import Backend, Booted, Guarded, Observer, Renderer, Scalar, Transport
+from pitstop.engine.ports import Backend, Booted, Guarded, Leg, Observer, Renderer, Scalar, Transport
 from pitstop.engine.recovery import Delivery, Keeper, Recovery
-from pitstop.engine.refit import Policy, RefitOptions, RefitReport
+from pitstop.engine.refit import Deadlines, Policy, RefitOptions, RefitReport
 from pitstop.engine.replica import SETTLED, Replica
-from pitstop.engine.request import Completion, Life, Prompt, SamplingParams
+from pitstop.engine.request import Completion, Life, Prompt, Request, SamplingParams
 from pitstop.engine.router import Router
 from pitstop.engine.stream import Completions, Stream
 from pitstop.engine.upkeep import Upkeep
@@ -40,6 +41,9 @@ from pitstop.engine.upkeep import Upkeep
 log = logging.getLogger("pitstop.engine")
 
 Service = Callable[[], Coroutine[Any, Any, None]]
+
+SUBMIT_SECONDS = Deadlines().control
+"""How long an engine may take to accept a request. Until then the request holds up any refit of that replica."""
 
 
 class Fleet:
@@ -307,7 +311,7 @@ class Fleet:
             replica = await self._router.admit(flight.session_id, flight.waits)
             try:
                 with replica.gate.lease() as commit:
-                    leg = await replica.backend.submit(flight.request(f"w{commit.weight_version}.{commit.number}"))
+                    leg = await self._submit(replica, flight.request(f"w{commit.weight_version}.{commit.number}"))
                     flight.boarded(replica, leg, commit.place)
             except ReplicaDied as error:
                 # No engine had accepted it, so nothing of it is lost: another replica may take it.
@@ -317,6 +321,18 @@ class Fleet:
                     raise
             else:
                 return
+
+    @staticmethod
+    async def _submit(replica: Replica, request: Request) -> Leg:
+        # No task of its own, as other calls have: this one leaves nothing in the engine when it is cancelled.
+        try:
+            async with asyncio.timeout(SUBMIT_SECONDS):
+                return await replica.backend.submit(request)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{replica.name} did not take request {request.request_id} within {SUBMIT_SECONDS:g} s",
+                replica=replica.name, phase="submit", peer="engine", seconds=SUBMIT_SECONDS,
+            ) from None  # fmt: skip
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._intake.renderer.decode(token_ids) if self._intake.renderer is not None else ""

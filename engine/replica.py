@@ -304,7 +304,7 @@ class Replica:
         """Notice an engine that lives and does nothing: one that was stopped, or whose input thread died."""
         while True:
             await asyncio.sleep(min(1.0, self.silence / 4))
-            if self._phase is not Phase.SERVING or not self.flights:
+            if self._phase is not Phase.SERVING or not self.load:
                 continue
             quiet = time.monotonic() - max(self.backend.output_at(), self._since)
             if quiet < self.silence / 2:

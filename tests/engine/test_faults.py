@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from pitstop.engine.errors import (
+    DeadlineExceeded,
     EngineClosed,
     NotServing,
     RemoteError,
@@ -189,3 +190,27 @@ async def test_a_prompt_that_cannot_be_rendered_fails_alone(bad: object) -> None
     async with fleet() as engine:
         got = {i: c async for i, c in engine.generate_async([[1], bad, [2]], FIVE)}  # type: ignore[list-item]
         assert [got[i].finish_reason for i in range(3)] == ["length", "error", "length"]
+
+
+async def test_an_engine_that_does_not_take_a_request_costs_its_limit_and_blocks_no_refit_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found by the soak: the request hung for ever, and every later refit of its replica failed."""
+    monkeypatch.setattr("pitstop.engine.fleet.SUBMIT_SECONDS", 0.1)
+    async with fleet() as engine:
+        engine.sims[0].script.plan("submit", "hang")
+        with pytest.raises(DeadlineExceeded, match=r"replica-0 did not take request .* within 0.1 s"):
+            await asyncio.wait_for(engine.generate([1], FIVE), 5)
+        assert engine.replicas[0].gate.leases == 0
+        assert (await engine.refit_to(1)).outcome is Outcome.COMMITTED
+        assert (await engine.generate([1], FIVE)).spans == ((1, 0, 5),)
+
+
+async def test_an_engine_that_freezes_while_it_takes_a_request_is_given_up() -> None:
+    async with fleet() as engine:
+        engine.replicas[0].silence = 0.2
+        engine.sims[0].script.plan("submit", "hang")
+        engine.sims[0].script.plan("describe", "hang")
+        request = asyncio.create_task(engine.generate([1], FIVE))
+        await asyncio.wait_for(engine.replicas[0].reached(frozenset({Phase.DEAD})), 5)
+        request.cancel()
