@@ -71,7 +71,7 @@ async def test_b05_tensors_around_the_size_of_a_bucket_and_far_above_it_all_arri
     odd["across"] = torch.randn(300, 200).t()  # has to be copied to be flat
     async with rig(tmp_path, inventory(odd), buffers=ring(slot)) as engine:
         for mode in ("staged", "in_place"):
-            engine.mode = mode  # type: ignore[assignment]
+            engine.mode = mode
             worker, sending = Worker(), memory_sending(odd.items(), weight_version=1)
             assert (await engine.refit(sending, [worker], release=False)).error is None
             assert await asyncio.to_thread(worker.content) == {name: sha(tensor) for name, tensor in odd.items()}
