@@ -8,21 +8,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from threading import Lock
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 import torch
 
 from pitstop.transports.cuda_memory import over
 from pitstop.transports.digest import lanes, reference
-from pitstop.transports.digest_table import CHUNK, SOURCE, TARGET, Parts, table
+from pitstop.transports.digest_table import CHUNK, ROW, SOURCE, TARGET, Parts, table
 from pitstop.transports.digest_torch import add_digest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-Launch = Callable[["Tensor", int, int, "Tensor", "Tensor", int], None]
+Launch = Callable[["Tensor", "Tensor", int, int, "Tensor", "Tensor", int, int], None]
 
 _LOG: Final = logging.getLogger(__name__)
 _preparing: Final = Lock()
@@ -52,28 +52,26 @@ class CudaWork:
         # A part without a target is digested where it is.
         copies = np.full(parts.row.size, True) if late == "target" else parts.target != 0
         cut = table(parts, copies, known[parts.row], chunk)
-        self._launches = cut.launches
-        self._row = cut.entries[:, -1].copy()
+        self._cut, self._chunk = cut, chunk
         self._relative = cut.entries[:, self._late].copy()
-        pinned = device.type == "cuda"
-        # Kept as long as this is: the GPU reads it whenever it comes to that.
-        self._host = torch.empty(cut.entries.shape, dtype=torch.int64, pin_memory=pinned)
-        self._host.numpy()[:] = cut.entries
-        self._table = torch.empty_like(self._host, device=device) if pinned else self._host
+        # Kept as long as this is: the GPU reads them whenever it comes to that.
+        self._host = _pinned(cut.entries, device)
+        self._owners = _pinned(cut.owners, device).to(device, non_blocking=True)
+        self._table = torch.empty_like(self._host, device=device) if device.type == "cuda" else self._host
 
     def run(self, bucket: int, addresses: NDArray[np.int64]) -> None:
         """Queue one bucket's copies and digests; `addresses` are those of the rows that it has parts of."""
-        launches = self._launches.get(bucket)
+        launches = self._cut.launches.get(bucket)
         if self._launch is None:
             self._by_torch(bucket, addresses)
         elif launches is not None:
-            low, high = launches[0][0], launches[-1][1]
-            column = self._host.numpy()[low:high, self._late]
-            np.add(self._relative[low:high], addresses[self._row[low:high]], out=column)
+            low, high = self._cut.entries_of[bucket]
+            rows = self._cut.entries[low:high, ROW]
+            np.add(self._relative[low:high], addresses[rows], out=self._host.numpy()[low:high, self._late])
             if self._table is not self._host:
                 self._table[low:high].copy_(self._host[low:high], non_blocking=True)
             for first, behind, kind in launches:
-                self._launch(self._table, first, behind, self._lanes, self._sums, kind)
+                self._launch(self._table, self._owners, first, behind, self._lanes, self._sums, kind, self._chunk)
 
     def digests(self) -> NDArray[np.uint64]:
         """Return the digests of what has been run, when the current stream has come to its end."""
@@ -98,6 +96,12 @@ class CudaWork:
             if target:
                 over(target, count * width, self._device, None).copy_(content)
             add_digest(content, width, int(parts.start[p]), self._sums[row], self._lanes)
+
+
+def _pinned(content: NDArray[Any], device: torch.device) -> Tensor:
+    held = torch.empty(content.shape, dtype=getattr(torch, content.dtype.name), pin_memory=device.type == "cuda")
+    held.numpy()[...] = content
+    return held
 
 
 def prepare(device: torch.device) -> tuple[Launch | None, Tensor]:
@@ -149,9 +153,9 @@ def _try_out(launch: Launch, device: torch.device, keys: Tensor) -> None:
     )  # fmt: skip
     sums = torch.zeros(len(cases), dtype=torch.int64, device=device)
     cut = table(parts, np.full(len(cases), True), zeros)
-    entries = torch.from_numpy(cut.entries).to(device)
+    entries, owners = torch.from_numpy(cut.entries).to(device), torch.from_numpy(cut.owners).to(device)
     for low, high, kind in cut.launches[0]:
-        launch(entries, low, high, keys, sums, kind)
+        launch(entries, owners, low, high, keys, sums, kind, CHUNK)
     found = sums.cpu().numpy().view(np.uint64).tolist()
     written = target.cpu()
     for (width, skip, narrow), n, at, has in zip(cases, count, offset, found, strict=True):

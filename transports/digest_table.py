@@ -1,7 +1,8 @@
 """Parts of tensors cut into chunks of about equal size, one for each program of a GPU's kernel. Pure arithmetic.
 
 A chunk begins at a multiple of the digest's block, so that a program knows its words' keys by their columns. The
-first chunk of a part may therefore begin before the part does; what lies there is never looked at.
+first chunk of a part may therefore begin before the part does; what lies there is never looked at. A chunk takes four
+bytes, the number of its part: the table of a large model is made and sent to the GPU in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 CHUNK: Final = 16
 """Blocks of one chunk, at most: 32 KiB of bfloat16. A bucket of 64 MiB is then 2048 programs."""
 
-SOURCE, TARGET, FIRST, BEGIN, END, ROW = range(6)
-"""Columns of an entry: two addresses, the number of the first block, the words from which on and before which the
-part lies (counted from the chunk's start), and the row of the digest."""
+SOURCE, TARGET, FIRST, BEGIN, END, ROW, CHUNK0 = range(7)
+"""Columns of an entry. Counted from the start of the block in which the part begins: the addresses of that start, the
+block's number, and the words from which on and before which the part lies; the digest's row; its first chunk."""
+COLUMNS: Final = 8
 
 WIDE: Final = 1  #: a kind's bit: words of two bytes, else of one
 ALIGNED: Final = 2  #: a kind's bit: both addresses are multiples of 16
@@ -71,10 +73,15 @@ def parts_of(
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Chunks of all buckets. `launches[n]` are the runs of chunks of one kind of bucket n: (first, behind, kind)."""
+    """Entries, a part each, and of every chunk the number of its entry.
+
+    `launches[n]` are the chunks of bucket n, of one kind each: (first, behind, kind); `entries_of[n]` are its entries.
+    """
 
     entries: NDArray[np.int64]
+    owners: NDArray[np.int32]
     launches: dict[int, list[tuple[int, int, int]]]
+    entries_of: dict[int, tuple[int, int]]
 
 
 def table(parts: Parts, copies: NDArray[np.bool_], shift: NDArray[np.int64], chunk: int = CHUNK) -> Table:
@@ -86,29 +93,28 @@ def table(parts: Parts, copies: NDArray[np.bool_], shift: NDArray[np.int64], chu
     width = np.minimum(parts.itemsize, 2)
     times = parts.itemsize // width
     words, first = parts.count * times, parts.start * times
-    lane, most = first % BLOCK, chunk * BLOCK
-    chunks = np.where(words > 0, -(-(lane + words) // most), 0)
-    part = np.repeat(np.arange(chunks.size), chunks)
-    at = (np.arange(part.size) - np.repeat(np.cumsum(chunks) - chunks, chunks)) * most
-    read = np.where(parts.narrow, 4, width)
-    back = at - lane[part]
-    entries = np.empty((part.size, 6), np.int64)
-    entries[:, SOURCE] = parts.source[part] + back * read[part]
-    entries[:, TARGET] = np.where(copies[part], parts.target[part] + back * width[part], 0)
-    entries[:, FIRST] = (first // BLOCK)[part] + at // BLOCK
-    entries[:, BEGIN] = np.where(at == 0, lane[part], 0)
-    entries[:, END] = np.minimum((lane + words)[part] - at, most)
-    entries[:, ROW] = parts.row[part]
-    addresses = (parts.source - lane * read) | np.where(copies, parts.target - lane * width, 0) | shift
-    kinds = (width == 2) * WIDE + (addresses % 16 == 0) * ALIGNED + parts.narrow * NARROW
-    group = parts.bucket[part] * _KINDS + kinds[part]
-    if np.any(np.diff(group) < 0):
-        order = np.argsort(group, kind="stable")
-        entries, group = entries[order], group[order]
-    cuts = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), int(group.size)]
+    lane = first % BLOCK
+    source = parts.source - lane * np.where(parts.narrow, 4, width)
+    target = np.where(copies, parts.target - lane * width, 0)
+    kinds = (width == 2) * WIDE + ((source | target | shift) % 16 == 0) * ALIGNED + parts.narrow * NARROW
+    group = parts.bucket * _KINDS + kinds
+    order = np.argsort(group, kind="stable")
+    order = order[words[order] > 0]
+    chunks = -(-(lane + words)[order] // (chunk * BLOCK))
+    ends = np.cumsum(chunks)
+    entries = np.zeros((order.size, COLUMNS), np.int64)
+    columns = (source, target, first // BLOCK, lane, lane + words, parts.row)
+    for at, column in enumerate(columns):
+        entries[:, at] = column[order]
+    entries[:, CHUNK0] = ends - chunks
+    group = group[order]
+    cuts = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), int(order.size)]
     launches: dict[int, list[tuple[int, int, int]]] = {}
+    entries_of: dict[int, tuple[int, int]] = {}
     for low, high in pairwise(cuts):
         if low < high:
             bucket, kind = divmod(int(group[low]), _KINDS)
-            launches.setdefault(bucket, []).append((low, high, kind))
-    return Table(entries, launches)
+            launches.setdefault(bucket, []).append((int(entries[low, CHUNK0]), int(ends[high - 1]), kind))
+            entries_of[bucket] = (entries_of.get(bucket, (low, high))[0], high)
+    owners = np.repeat(np.arange(order.size, dtype=np.int32), chunks)
+    return Table(entries, owners, launches, entries_of)

@@ -54,20 +54,22 @@ def _edge(
 
 
 def _digest(
-    table: tl.tensor, low: tl.tensor, lanes: tl.tensor, digests: tl.tensor,
+    table: tl.tensor, owners: tl.tensor, low: tl.tensor, lanes: tl.tensor, digests: tl.tensor, chunk: tl.constexpr,
     width: tl.constexpr, aligned: tl.constexpr, narrow: tl.constexpr, blocks: tl.constexpr,
 ) -> None:  # fmt: skip
-    entry = table + (low + tl.program_id(0)).to(tl.int64) * 6
-    block = tl.load(entry + 2)
-    begin = tl.load(entry + 3).to(tl.int32)
-    end = tl.load(entry + 4).to(tl.int32)
+    number = low + tl.program_id(0)
+    entry = table + tl.load(owners + number).to(tl.int64) * 8
+    ahead = (number - tl.load(entry + 6)).to(tl.int64) * chunk
+    block = tl.load(entry + 2) + ahead
+    begin = tl.where(ahead == 0, tl.load(entry + 3), 0).to(tl.int32)
+    end = tl.minimum(tl.load(entry + 4) - ahead * _BLOCK, chunk * _BLOCK).to(tl.int32)
     copies = tl.load(entry + 1) != 0
     if width == 2:
-        source = tl.load(entry).to(tl.pointer_type(tl.uint32 if narrow else tl.uint16))
-        target = tl.load(entry + 1).to(tl.pointer_type(tl.uint16))
+        source = tl.load(entry).to(tl.pointer_type(tl.uint32 if narrow else tl.uint16)) + ahead * _BLOCK
+        target = tl.load(entry + 1).to(tl.pointer_type(tl.uint16)) + ahead * _BLOCK
     else:
-        source = tl.load(entry).to(tl.pointer_type(tl.uint8))
-        target = tl.load(entry + 1).to(tl.pointer_type(tl.uint8))
+        source = tl.load(entry).to(tl.pointer_type(tl.uint8)) + ahead * _BLOCK
+        target = tl.load(entry + 1).to(tl.pointer_type(tl.uint8)) + ahead * _BLOCK
     if aligned:
         source = tl.multiple_of(source, 16)
         target = tl.multiple_of(target, 16)
@@ -100,10 +102,9 @@ edge: Any = triton.jit(_edge)
 kernel: Any = triton.jit(_digest, do_not_specialize=["low"])
 
 
-def launch(table: Any, low: int, high: int, lanes: Any, digests: Any, kind: int) -> None:
+def launch(table: Any, owners: Any, low: int, high: int, lanes: Any, digests: Any, kind: int, chunk: int) -> None:
     """Queue the chunks `low` to `high` of a table, all of one kind, on torch's current stream."""
     kernel[(high - low,)](
-        table, low, lanes, digests,
-        width=2 if kind & WIDE else 1, aligned=bool(kind & ALIGNED), narrow=bool(kind & NARROW), blocks=BLOCKS,
-        num_warps=WARPS,
+        table, owners, low, lanes, digests, chunk=chunk, width=2 if kind & WIDE else 1, aligned=bool(kind & ALIGNED),
+        narrow=bool(kind & NARROW), blocks=BLOCKS, num_warps=WARPS,
     )  # fmt: skip

@@ -19,7 +19,20 @@ from hypothesis import strategies as st
 from pitstop.transports import digest_cuda
 from pitstop.transports.digest import BLOCK, lanes, reference
 from pitstop.transports.digest_cuda import CudaWork
-from pitstop.transports.digest_table import BEGIN, END, FIRST, NARROW, ROW, SOURCE, TARGET, WIDE, Parts, table
+from pitstop.transports.digest_table import (
+    ALIGNED,
+    BEGIN,
+    CHUNK0,
+    END,
+    FIRST,
+    NARROW,
+    ROW,
+    SOURCE,
+    TARGET,
+    WIDE,
+    Parts,
+    table,
+)
 
 CPU = torch.device("cpu")
 INTERPRETED = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
@@ -196,32 +209,38 @@ def test_chunks_cover_every_word_once_and_nothing_else(
     )  # fmt: skip
     cut = table(parts, parts.target != 0, np.zeros(n, np.int64), chunk)
     runs = [(low, high) for launches in cut.launches.values() for low, high, _ in launches]
-    assert sorted(i for low, high in runs for i in range(low, high)) == list(range(len(cut.entries)))
-    covered: dict[int, list[tuple[int, int, int]]] = {row: [] for row in range(n)}
+    assert sorted(i for low, high in runs for i in range(low, high)) == list(range(cut.owners.size))
+    covered: dict[int, list[tuple[int, int]]] = {row: [] for row in range(n)}
     for number, launches in cut.launches.items():
         for low, high, kind in launches:
-            for entry in cut.entries[low:high].tolist():
+            for i in range(low, high):
+                # What the kernel does with a chunk.
+                entry = cut.entries[cut.owners[i]].tolist()
+                assert cut.entries_of[number][0] <= cut.owners[i] < cut.entries_of[number][1]
+                ahead = (i - entry[CHUNK0]) * chunk
+                begin = entry[BEGIN] if ahead == 0 else 0
+                end = min(entry[END] - ahead * BLOCK, chunk * BLOCK)
                 row = entry[ROW]
                 width, read = min(kinds[row][0], 2), 4 if kinds[row][1] else min(kinds[row][0], 2)
                 assert bucket[row] == number
                 assert bool(kind & WIDE) is (width == 2)
                 assert bool(kind & NARROW) is kinds[row][1]
-                assert 0 <= entry[BEGIN] < entry[END] <= chunk * BLOCK
-                word = entry[FIRST] * BLOCK + entry[BEGIN]
-                assert entry[BEGIN] < BLOCK
-                # The address of the entry's first word is the part's, so many words on.
+                assert 0 <= begin < end <= chunk * BLOCK
+                assert begin < BLOCK
+                word = (entry[FIRST] + ahead) * BLOCK + begin
+                # The address of the chunk's first word is the part's, so many words on.
                 skipped = word - start[row] * (kinds[row][0] // width)
-                assert entry[SOURCE] + entry[BEGIN] * read == source[row] + skipped * read
+                assert entry[SOURCE] + (ahead * BLOCK + begin) * read == source[row] + skipped * read
                 if target[row]:
-                    assert entry[TARGET] + entry[BEGIN] * width == target[row] + skipped * width
+                    assert entry[TARGET] + (ahead * BLOCK + begin) * width == target[row] + skipped * width
                 else:
                     assert entry[TARGET] == 0
-                if kind & 2:
+                if kind & ALIGNED:
                     assert entry[SOURCE] % 16 == entry[TARGET] % 16 == 0
-                covered[row].append((word, entry[END] - entry[BEGIN], row))
+                covered[row].append((word, end - begin))
     for row, pieces in covered.items():
         at = start[row] * (kinds[row][0] // min(kinds[row][0], 2))
-        for word, words, _ in sorted(pieces):
+        for word, words in sorted(pieces):
             assert word == at
             at += words
         assert at == (start[row] + count[row]) * (kinds[row][0] // min(kinds[row][0], 2))
