@@ -91,13 +91,13 @@ class LayerwiseSink:
     def apply(self) -> None:
         """Load what was kept, and check that the model has all it needs. Nothing is touched if something is absent."""
         with self._held():
+            if self._applied or self._stopped:
+                raise ProtocolViolation(f"refit {self._ticket.refit_id} was applied before, or given up")
             if self._missing:
                 raise MissingTensors(
                     f"{len(self._missing)} tensors have not landed: {names(sorted(self._missing))}",
                     tensor=min(self._missing),
                 )
-            if self._applied or self._stopped:
-                raise ProtocolViolation(f"refit {self._ticket.refit_id} was applied before, or given up")
             self._applied = True
             if not self._ticket.in_place:
                 self._load([self._kept[placed.spec.name] for placed in self._ticket.tensors])
