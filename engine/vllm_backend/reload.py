@@ -8,13 +8,12 @@ nobody wrote), keeps references to what it was given, and leaves the model unusa
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pitstop.engine.errors import MissingTensors, UnexpectedTensors, names
+from pitstop.engine.vllm_backend.tally import Tally
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,48 +24,67 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Reload:
-    """One reload of one model. `config` is vLLM's; `whole` says that this rank's model uses every tensor."""
+    """One reload of one model: `begin`, `feed` as often as there is something, `complete`, `finish`.
+
+    `config` is vLLM's; `whole` says that this rank's model uses every tensor. One call at a time, from any thread.
+    """
 
     model: Module
     config: Any
     device: Any
     whole: bool
+    _tally: Tally = field(default_factory=Tally)
     _unloaded: list[Module] = field(default_factory=list)
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
+        import torch
         from vllm.config import set_current_vllm_config
 
-        # Loaders look the configuration up, and new tensors have to appear on the worker's device.
-        with set_current_vllm_config(self.config), self.device:
+        # Loaders look the configuration up, and new tensors have to appear on the worker's device. A receiver's
+        # thread has gradients on, and another device than the worker's, until it is told.
+        current: Any = contextlib.nullcontext()
+        if self.device.type != "cpu":
+            current = torch.get_device_module(self.device).device(self.device)
+        with torch.no_grad(), set_current_vllm_config(self.config), current, self.device:
             yield
 
-    def load(self, tensors: Sequence[tuple[TensorSpec, Tensor]]) -> None:
-        """Load a whole version.
+    def begin(self) -> None:
+        """Open the model: from here on it is torn."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        # What a refit left that failed and was not undone: vLLM would take its layers for prepared.
+        self.undo()
+        self._tally = Tally()
+        with self._inside():
+            initialize_layerwise_reload(self.model)
+
+    def feed(self, tensors: Sequence[tuple[TensorSpec, Tensor]]) -> None:
+        """Load some of a version's tensors, in any order. vLLM keeps those whose layer lacks others."""
+        model: Any = self.model
+        with self._inside():
+            self._tally.load(model.load_weights, tensors)
+
+    def complete(self) -> None:
+        """Check that a whole version has been fed.
 
         Raises:
             UnexpectedTensors: the model has no use for some of them.
             MissingTensors: a layer did not get all that it is made of.
         """
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        model: Any = self.model
-        # What a refit left that failed and was not undone: vLLM would take its layers for prepared.
-        self.undo()
-        with self._inside(), _Tally(tensors) as tally:
-            initialize_layerwise_reload(model)
-            model.load_weights(tally.feed())
-        unused = [spec.name for spec, tensor in tensors if not tally.used(spec, tensor)]
+        # It was fed by another thread, whose stream nothing here waits for.
+        _synchronize(self.device)
+        unused = self._tally.unused
         if unused and self.whole:
             raise UnexpectedTensors(
                 f"{len(unused)} tensors were not loaded by the model: {names(unused)}", tensor=min(unused)
             )
-        if missing := self._missing(tally):
+        if missing := self._missing(self._tally):
             raise MissingTensors(
                 f"{len(missing)} parameters did not get all their weights: {names(missing)}", tensor=min(missing)
             )
 
-    def _missing(self, tally: _Tally) -> list[str]:
+    def _missing(self, tally: Tally) -> list[str]:
         """Name the parameters that lack weights, and remember the layers that share another's."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -130,86 +148,7 @@ class Reload:
             info.reset()
         layerwise.LOADING_LAYERS.clear()
         self._unloaded.clear()
-
-
-class _Tally:
-    """Counts what reaches the parameters' loaders while a model loads `tensors`."""
-
-    def __init__(self, tensors: Sequence[tuple[TensorSpec, Tensor]]) -> None:
-        self._tensors = tensors
-        self._calls = 0
-        self._followed: set[str] = set()
-        self._starts: list[int] = []
-        self._elements: dict[int, int] = {}
-        self._seen: list[Any] = []  # keeps the ids in `_elements` from being used again
-
-    def __enter__(self) -> _Tally:
-        layerwise: Any = import_module("vllm.model_executor.model_loader.reload.layerwise")
-        self._count = layerwise.get_numel_loaded
-        layerwise.get_numel_loaded = self._counting
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        layerwise: Any = import_module("vllm.model_executor.model_loader.reload.layerwise")
-        layerwise.get_numel_loaded = self._count
-        self._starts.sort()
-
-    def _counting(self, loader: Any, arguments: Any) -> Any:
-        self._calls += 1
-        self._starts += [value.data_ptr() for value in arguments.arguments.values() if _is_content(value)]
-        elements, result = self._count(loader, arguments)
-        parameter = arguments.arguments.get("param")
-        self._seen.append(parameter)
-        self._elements[id(parameter)] = self._elements.get(id(parameter), 0) + elements
-        return elements, result
-
-    def feed(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors to `load_weights`."""
-        for spec, tensor in self._tensors:
-            before = self._calls
-            yield spec.name, tensor
-            if self._calls > before:
-                self._followed.add(spec.name)
-
-    def used(self, spec: TensorSpec, tensor: Tensor) -> bool:
-        """Say whether the tensor, or what was made of it, reached a loader."""
-        # Most models load each tensor before they ask for the next; one that collects them first passes views on.
-        first = bisect_left(self._starts, tensor.data_ptr())
-        inside = first < len(self._starts) and self._starts[first] < tensor.data_ptr() + max(tensor.nbytes, 1)
-        return spec.name in self._followed or inside
-
-    def short(self, layer: Module) -> list[str]:
-        """Name the parameters of a layer that got fewer elements than a checkpoint has for them."""
-        return [
-            name
-            for name, parameter in layer._parameters.items()
-            if parameter is not None
-            and name not in _NEVER_LOADED
-            and self._elements.get(id(parameter), 0) < _wanted(layer, name, parameter)
-        ]
-
-
-_NEVER_LOADED = frozenset(
-    {
-        "_expert_map", "expert_mask", "expert_global_to_physical", "expert_physical_to_global",
-        "expert_local_to_global", "e_score_correction_bias",
-    }
-)  # fmt: skip
-"""What vLLM's reload leaves alone."""
-
-
-def _wanted(layer: Module, name: str, parameter: Any) -> int:
-    rows = getattr(layer, "shard_indices", None)
-    if rows is not None and name == "weight":
-        # A vocabulary is padded up to what kernels like.
-        return int(rows.num_org_elements) * int(parameter.numel() // max(parameter.shape[0], 1))
-    return int(getattr(parameter, "weight_loader_numel", parameter.numel()))
-
-
-def _is_content(value: object) -> bool:
-    import torch
-
-    return isinstance(value, torch.Tensor) and not value.is_meta
+        self._tally = Tally()
 
 
 def _own(layer: Module, info: Any) -> dict[str, Parameter]:

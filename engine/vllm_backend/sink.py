@@ -2,85 +2,143 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pitstop.engine.errors import MissingTensors, ProtocolViolation, names
+from pitstop.engine.errors import DeadlineExceeded, MissingTensors, ProtocolViolation, names
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from threading import Lock
 
     from torch import Tensor
 
     from pitstop.engine.vllm_backend.reload import Reload
     from pitstop.engine.worker_ports import Bucket, TensorSpec, Ticket
 
+    Tensors = Sequence[tuple[TensorSpec, Tensor]]
+
 
 class LayerwiseSink:
     """The `WeightSink` of one ticket. `landed` comes from the receiver's thread, all else from the worker's.
 
-    `touched` is True from the moment on at which live bytes may have changed.
+    `touched` is True from the moment on at which live bytes may have changed. `busy` is the model's: whoever loads
+    or undoes holds it, whichever refit it is for.
     """
 
-    def __init__(self, ticket: Ticket, reload: Reload, tied: Mapping[str, str]) -> None:
+    def __init__(self, ticket: Ticket, reload: Reload, tied: Mapping[str, str], busy: Lock) -> None:
         self.touched = False
-        self._ticket, self._reload, self._tied = ticket, reload, tied
-        self._lock = threading.Lock()
-        self._landed: dict[str, tuple[TensorSpec, Tensor]] = {}
-        self._released = self._applied = self._finished = False
+        self._ticket, self._reload, self._tied, self._busy = ticket, reload, tied, busy
+        self._missing = {placed.spec.name for placed in ticket.tensors}
+        self._shared: set[str] = set()
+        self._kept: dict[str, tuple[TensorSpec, Tensor]] = {}
+        self._stopped = self._applied = self._whole = self._finished = False
 
     def landed(self, bucket: Bucket) -> None:
-        """Take over proven tensors. What comes after `release` is dropped."""
+        """Load tensors at once if the ticket says `in_place`, keep them for `apply` if not.
+
+        What comes after `undo` or `release` is dropped.
+        """
         if bucket.refit_id != self._ticket.refit_id:
             raise ProtocolViolation(f"a bucket of refit {bucket.refit_id} came for {self._ticket.refit_id}")
-        with self._lock:
-            if not self._released:
-                self._landed |= {spec.name: (spec, tensor) for spec, tensor in bucket.tensors}
+        with self._busy:
+            if self._stopped:
+                return
+            self._expected(bucket.tensors)
+            if not self._ticket.in_place:
+                self._kept |= {spec.name: (spec, tensor) for spec, tensor in bucket.tensors}
+                return
+            try:
+                self._load(bucket.tensors)
+            except BaseException:
+                self._stopped = True
+                raise
+            finally:
+                if self._stopped:
+                    # The worker's thread may have waited for this in vain: then nobody else undoes it.
+                    self._reload.undo()
 
-    def apply(self) -> None:
-        """Load what landed. Nothing is touched unless all of it did."""
-        with self._lock:
-            landed = dict(self._landed)
-        wanted = {placed.spec.name for placed in self._ticket.tensors}
-        if absent := sorted(wanted - landed.keys()):
-            raise MissingTensors(f"{len(absent)} tensors have not landed: {names(absent)}", tensor=absent[0])
-        if self._applied:
-            raise ProtocolViolation(f"refit {self._ticket.refit_id} was applied before")
-        tensors = [landed[placed.spec.name] for placed in self._ticket.tensors]
-        self.touched = self._applied = True
-        self._reload.load(self._untied(tensors))
+    def _expected(self, tensors: Tensors) -> None:
+        strange = []
+        for spec, _ in tensors:
+            if spec.name in self._missing:
+                self._missing.remove(spec.name)
+            else:
+                strange.append(spec.name)
+        if strange:
+            raise ProtocolViolation(f"{len(strange)} tensors landed twice or uncalled for: {names(strange)}")
 
-    def _untied(self, tensors: list[tuple[TensorSpec, Tensor]]) -> list[tuple[TensorSpec, Tensor]]:
-        """Send each of two tied tensors once, under the embedding's name: models ignore the head's."""
-        from dataclasses import replace
+    def _load(self, tensors: Tensors) -> None:
+        if not self.touched:
+            self.touched = True
+            self._reload.begin()
+        self._reload.feed(self._untied(tensors))
 
-        sent = {spec.name for spec, _ in tensors}
+    def _untied(self, tensors: Tensors) -> Tensors:
+        """Load each of two tied tensors once, under the embedding's name: models ignore the head's."""
         chosen: list[tuple[TensorSpec, Tensor]] = []
         for spec, tensor in tensors:
-            base = self._tied.get(spec.name)
-            if base is None:
-                chosen.append((spec, tensor))
-            elif base not in sent:
-                sent.add(base)
-                chosen.append((replace(spec, name=base), tensor))
+            name = self._tied.get(spec.name, spec.name)
+            if name in self._shared:
+                continue
+            if name in self._tied.values():
+                self._shared.add(name)
+            chosen.append((replace(spec, name=name), tensor))
         return chosen
+
+    def apply(self) -> None:
+        """Load what was kept, and check that the model has all it needs. Nothing is touched if something is absent."""
+        with self._held():
+            if self._applied or self._stopped:
+                raise ProtocolViolation(f"refit {self._ticket.refit_id} was applied before, or given up")
+            if self._missing:
+                raise MissingTensors(
+                    f"{len(self._missing)} tensors have not landed: {names(sorted(self._missing))}",
+                    tensor=min(self._missing),
+                )
+            self._applied = True
+            if not self._ticket.in_place:
+                self._load([self._kept[placed.spec.name] for placed in self._ticket.tensors])
+            self._reload.complete()
+            self._whole = True
 
     def finalize(self) -> None:
         """Do the post-load work."""
-        if not self._applied or self._finished:
-            raise ProtocolViolation(f"refit {self._ticket.refit_id} has nothing to finalize")
-        self._reload.finish()
-        self._finished = True
+        with self._held():
+            if not self._whole or self._finished or self._stopped:
+                raise ProtocolViolation(f"refit {self._ticket.refit_id} has nothing to finalize")
+            self._reload.finish()
+            self._finished = True
 
     def undo(self) -> None:
-        """Make a half-applied model runnable again."""
-        if self._applied:
-            self._reload.undo()
+        """Make a half-loaded model runnable again, and load nothing more."""
+        self._stopped = True
+        with self._held():
+            self._close()
 
     def release(self) -> None:
         """Drop every reference to what landed, vLLM's included: a model that is half loaded is undone."""
-        with self._lock:
-            self._released = True
-            self._landed.clear()
-        if self._applied and not self._finished:
+        self._stopped = True
+        # A load that does not end now sees `_stopped` when it does.
+        with contextlib.suppress(DeadlineExceeded), self._held():
+            self._kept.clear()
+            self._close()
+
+    def _close(self) -> None:
+        if self.touched and not self._finished:
             self._reload.undo()
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        seconds = self._ticket.silence_s
+        if not self._busy.acquire(timeout=seconds):
+            raise DeadlineExceeded(
+                f"rank {self._ticket.rank}: the receiver was still loading after {seconds:g} s",
+                phase="receive", peer="receiver", seconds=seconds,
+            )  # fmt: skip
+        try:
+            yield
+        finally:
+            self._busy.release()

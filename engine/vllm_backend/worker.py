@@ -63,6 +63,11 @@ class Landing:
             # The receiver reports what fails on its own back-channel; this is what it could not report.
             _log.exception("a receiver failed without reporting it")
 
+    def undo(self) -> None:
+        """Receive no more, and make a half-loaded model runnable again."""
+        self._receiver.abort()
+        self.sink.undo()
+
     def release(self) -> None:
         """Drop what landed and unmap it, also while it is still landing."""
         self._receiver.abort()
@@ -83,6 +88,7 @@ class WorkerSide:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._landings: dict[str, Landing] = {}
+        self._busy = threading.Lock()
         extra = worker.vllm_config.additional_config
         self._tied: dict[str, str] = extra.get("pitstop", {}).get("tied", {}) if isinstance(extra, dict) else {}
 
@@ -101,10 +107,9 @@ class WorkerSide:
 
     def describe(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Say where this rank is. Replica and incarnation are the backend's to add."""
-        world = self._worker.vllm_config.parallel_config.world_size
-        return replace(
-            reply, layout=WorkerLayout("", 0, self._worker.rank, world, os.getpid(), str(self._worker.device))
-        )
+        world, device = self._worker.vllm_config.parallel_config.world_size, self._worker.device
+        layout = WorkerLayout("", 0, self._worker.rank, world, os.getpid(), str(device), *_memory(device))
+        return replace(reply, layout=layout)
 
     def receive(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Start the receiver of this rank's ticket."""
@@ -116,7 +121,7 @@ class WorkerSide:
         parallel = self._worker.vllm_config.parallel_config
         whole = parallel.pipeline_parallel_size == 1
         reload = Reload(self._worker.get_model(), self._worker.vllm_config, self._worker.device, whole)
-        self._landings[op.refit_id] = Landing(mine[0], LayerwiseSink(mine[0], reload, self._tied))
+        self._landings[op.refit_id] = Landing(mine[0], LayerwiseSink(mine[0], reload, self._tied, self._busy))
         return reply
 
     def _landing(self, op: WorkerOp) -> Landing:
@@ -136,8 +141,9 @@ class WorkerSide:
         return reply
 
     def undo(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
-        """Make a half-applied model runnable again."""
-        self._landing(op).sink.undo()
+        """Make a half-loaded model runnable again. Nothing to do if nothing was received."""
+        if (landing := self._landings.get(op.refit_id)) is not None:
+            landing.undo()
         return reply
 
     def fingerprint(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
@@ -160,6 +166,15 @@ class PitstopWorker:
         side = self.__dict__.get("pitstop_side") or WorkerSide(self)
         self.__dict__["pitstop_side"] = side
         return side.answer(op)
+
+
+def _memory(device: Any) -> tuple[str, int]:
+    """Say what a GPU is called by every process that sees it, and how much of its memory is free."""
+    if device.type != "cuda":
+        return "", 0
+    import torch
+
+    return f"cuda:{torch.cuda.get_device_properties(device).uuid}", torch.cuda.mem_get_info(device)[0]
 
 
 def _record(error: Exception, op: WorkerOp, rank: int) -> ErrorRecord:

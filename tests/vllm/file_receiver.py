@@ -1,9 +1,13 @@
-"""A receiver without a transport: maps a file privately, hands it to the sink, and says what happened on a socket."""
+"""A receiver without a transport: maps a file privately, hands it to the sink, and says what happened on a socket.
+
+In place it hands tensors over one group after the other.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import mmap
+import random
 import socket
 import threading
 from math import prod
@@ -14,6 +18,8 @@ from pitstop.engine.worker_ports import Bucket, Placed, Ticket, WeightSink
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from pitstop.engine.worker_ports import TensorSpec
 
 
 def _tensor(mapping: mmap.mmap, placed: Placed) -> Tensor:
@@ -49,8 +55,28 @@ class FileReceiver:
             self._aborted.wait()
             self._say("aborted")
             return
+        if self._ticket.in_place:
+            self._in_place(sink, tensors)
+            return
         sink.landed(Bucket(self._ticket.refit_id, tensors))
         self._say("landed")
+
+    def _in_place(self, sink: WeightSink, tensors: list[tuple[TensorSpec, Tensor]]) -> None:
+        """Hand over shuffled groups. The token says how many, in which order, and after how many to stop."""
+        count, seed, stop = (int(number) for number in self._ticket.token.split())
+        random.Random(seed).shuffle(tensors)
+        try:
+            for n in range(count):
+                if n == stop:
+                    self._say("half way")
+                    self._aborted.wait()
+                # Private and short-lived, as a transport's are: what is allocated next may well lie at their addresses.
+                group = [(spec, tensor.clone()) for spec, tensor in tensors[n::count]]
+                sink.landed(Bucket(self._ticket.refit_id, group))
+        except Exception as error:  # noqa: BLE001
+            self._say(f"{type(error).__name__}: {error}"[:200])
+        else:
+            self._say("aborted" if self._aborted.is_set() else "landed")
 
     def abort(self) -> None:
         self._aborted.set()

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -152,6 +153,26 @@ class Replica:
     async def land(self, refit_id: str, tensors: Mapping[str, Tensor]) -> None:
         await self.ask("receive", refit_id, self.tickets(refit_id, tensors))
         await self.heard("landed")
+
+    async def feed(
+        self, refit_id: str, tensors: Mapping[str, Tensor], groups: int = 4, *, seed: int = 0, stop: int = -1
+    ) -> list[str]:
+        """Receive in place, in shuffled groups; return what came of it. The engine must be suspended."""
+        tickets = self.tickets(refit_id, tensors, token=f"{groups} {seed} {stop}")
+        await self.ask("receive", refit_id, tuple(replace(ticket, in_place=True) for ticket in tickets))
+        return await self.hear()
+
+    async def refit_in_place(self, tensors: Mapping[str, Tensor], groups: int = 4, *, seed: int = 0) -> None:
+        """A whole refit in place, with KV caches recomputed."""
+        name = f"refit-{next(_ids)}"
+        await self.backend.suspend("recompute")
+        assert set(await self.feed(name, tensors, groups, seed=seed)) == {"landed"}
+        await self.swap(name)
+        await self.backend.resume()
+
+    async def fingerprint(self) -> list[dict[str, str] | None]:
+        """Return what the memory of each rank's model holds."""
+        return [reply.fingerprint for reply in await self.ask("fingerprint", "")]
 
     async def swap(self, refit_id: str) -> None:
         """Put what landed into the model; the engine must be suspended."""
