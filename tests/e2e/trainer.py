@@ -67,7 +67,7 @@ def _serve(link: Connection, address: str, run_dir: str | None) -> None:
 
 
 def _stuck(tensors: dict[str, Any], link: Connection) -> Any:
-    """A source that stops for ever at the fourth bucket, beating."""
+    """A source that stops for ever at the thirtieth bucket, beating."""
     from pitstop.transports.sources import TensorSource
 
     class Stuck(TensorSource):
@@ -75,9 +75,9 @@ def _stuck(tensors: dict[str, Any], link: Connection) -> Any:
 
         def pack(self, slots: Any, into: Any, digests: Any) -> Iterator[int]:
             self.calls += 1
-            if self.calls == 4:
+            if self.calls == 30:
                 link.send("stuck")
-            while self.calls >= 4:
+            while self.calls >= 30:
                 time.sleep(0.01)
                 yield 0
             yield from super().pack(slots, into, digests)
