@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import json
 import multiprocessing
+import signal
 import sys
 import tempfile
 import time
@@ -33,6 +35,7 @@ SHAPES["7b"] = {
     "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
 }  # fmt: skip
 LONG = SamplingParams(max_tokens=800, temperature=0.0, ignore_eos=True)
+BEGAN = time.perf_counter()
 RIGHT, WRONG = 0.08, 0.5  # mean difference of logprobs: at most under the right weights, at least under others
 
 
@@ -141,7 +144,9 @@ class Child:
 
     async def ask(self, *order: Any) -> Any:
         self.pipe.send(order)
-        return await self.answer()
+        found = await self.answer()
+        said(order[0], order[1:] if order[0] != "score" else "", found if order[0] != "score" else "")
+        return found
 
 
 def launch(path: Path, **more: Any) -> RolloutEngine:
@@ -152,6 +157,10 @@ def launch(path: Path, **more: Any) -> RolloutEngine:
             "max_num_seqs": 128, "compilation_config": {"cudagraph_capture_sizes": [1, 8, 64]}, **more,
         },
     )  # fmt: skip
+
+
+def said(*words: object) -> None:
+    sys.stderr.write(" ".join(map(str, (f"{time.perf_counter() - BEGAN:7.1f}", *words))) + "\n")
 
 
 def difference(one: list[float], other: list[float]) -> float:
@@ -203,6 +212,7 @@ async def run(shape: str, out: dict[str, Any]) -> None:
         async with launch(t1) as fresh:
             wanted = await greedy(fresh)
             truth = (await fresh.fingerprints())["replica-0"]
+        said("fresh engine done")
         async with launch(t0) as engine:
             config = engine.replicas[0].backend._life.llm.vllm_config  # type: ignore[attr-defined]
             out["async_scheduling"] = bool(config.scheduler_config.async_scheduling)
@@ -211,8 +221,10 @@ async def run(shape: str, out: dict[str, Any]) -> None:
             assert "NONE" not in out["cudagraph_mode"]
             first = (await engine.fingerprints())["replica-0"]
             assert first != truth
+            said("engine up")
             trainer = Child(engine.address, [t0, t1])
             assert await trainer.answer() == "ready"
+            said("trainer up")
             version, held = 0, {0: 0}
             for mode in ("staged", "in_place", "staged", "in_place"):
                 for which, right in ((1, truth), (0, first)):
@@ -293,6 +305,9 @@ def main() -> None:
     parser.add_argument("--shape", default="0.5b")
     args = parser.parse_args()
     out: dict[str, Any] = {"shape": args.shape}
+    # So that a run that is cut short tells how far it came.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    faulthandler.dump_traceback_later(240, repeat=True)
     try:
         asyncio.run(big(out) if args.shape == "7b" else run(args.shape, out))
     except BaseException:
