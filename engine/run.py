@@ -66,6 +66,7 @@ class RefitRun:
         self._known = known
         self._parts: dict[str, Part] = {}
         self._mode: Literal["staged", "in_place"] | None = None
+        self._freed = False
         self._progressed = asyncio.Event()
         self._jobs: set[asyncio.Future[ReplicaReport]] = set()
         self._began = time.monotonic()
@@ -304,8 +305,11 @@ class RefitRun:
 
     def _free(self) -> None:
         """Let replicas receive in place once all of them are suspended."""
+        if self._mode != "in_place" or self._freed:
+            return
         parts = self._open_parts()
         if all(part.suspended for part in parts):
+            self._freed = True
             for part in parts:
                 if part.incoming is not None:
                     part.incoming.ready.reached()

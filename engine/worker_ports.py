@@ -207,9 +207,9 @@ class WorkerOp:
     """An order to every worker rank of a replica.
 
     `receive` starts a receiver thread for the rank's ticket and returns at once. `apply` puts what landed for
-    `refit_id` into the live parameters, `finalize` does the post-load work, `undo` makes a model that an
-    `apply` left half done runnable (never clean), `release` drops what landed. `fingerprint` returns a number for
-    each tensor of the live model.
+    `refit_id` into the live parameters, or checks that it is there whole if it was received in place; `finalize` does
+    the post-load work; `undo` ends receiving and makes a model that was left half loaded runnable (never clean);
+    `release` drops what landed. `fingerprint` returns a number for each tensor of the live model.
     """
 
     verb: WorkerVerb
@@ -241,13 +241,16 @@ class WeightSink(Protocol):
         """
 
     def apply(self) -> None:
-        """Put what landed into the live parameters. Called between engine steps, on the worker's main thread."""
+        """Put what landed into the live parameters, or check that it is there whole if it was received in place.
+
+        Called between engine steps, on the worker's main thread.
+        """
 
     def finalize(self) -> None:
         """Do the post-load work. Called once, after `apply`."""
 
     def undo(self) -> None:
-        """Make a half-applied model runnable again. It stays torn."""
+        """Make a half-loaded model runnable again, and take nothing more. It stays torn."""
 
     def release(self) -> None:
         """Drop every reference to what landed."""

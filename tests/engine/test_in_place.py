@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from pitstop.engine.errors import EngineClosed, PitstopError
+from pitstop.engine.errors import EngineClosed, PitstopError, RemoteError
 from pitstop.engine.handle import RefitHandle
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.refit import POLICIES, Deadlines, Outcome, Policy, RefitOptions, RefitReport
 from pitstop.engine.request import SamplingParams
 from pitstop.engine.simulated import TORN, Delays, Fault, Script
+from pitstop.engine.worker_ports import WorkerOp, WorkerReply
 from tests.engine.sim import SimFleet, expected, fleet
 
 IN_PLACE = RefitOptions(mode="in_place")
@@ -214,6 +214,47 @@ async def test_a_trainer_that_fails_while_replicas_drain_sets_them_free_at_once(
         assert (await engine.generate([9], FIVE)).spans == ((0, 0, 5),)
         for stream in streams:
             stream.cancel()
+
+
+async def test_a_trainer_that_hangs_while_replicas_drain_costs_its_limit_and_not_theirs() -> None:
+    async with ringed(2, slots=0, delays=BUSY) as engine:
+        streams = [asyncio.create_task(engine.generate([n], SamplingParams(max_tokens=2000))) for n in range(2)]
+        await asyncio.sleep(0.01)
+        script = Script()
+        script.plan("send", "hang")
+        options = RefitOptions(policy="wait", mode="in_place", deadlines=SHORT.deadlines)
+        report = await asyncio.wait_for(_report(engine.refit_to(1, options, script=script)), 1.5)
+        assert report.error is not None
+        assert (report.error.slug, report.error.fields["peer"]) == ("deadline_exceeded", "trainer")
+        assert (await engine.generate([9], FIVE)).spans == ((0, 0, 5),)
+        for stream in streams:
+            stream.cancel()
+
+
+async def test_workers_that_cannot_undo_are_torn_though_they_say_that_nothing_was_touched() -> None:
+    async with ringed(2) as engine:
+        sim, call = engine.sims[0], engine.sims[0].call_workers
+
+        async def answer(op: WorkerOp) -> Sequence[WorkerReply]:
+            return await call(op) if op.verb != "undo" else [WorkerReply(0, error=RemoteError("no").record())]
+
+        sim.call_workers = answer  # type: ignore[method-assign]
+        sim.script.plan("load", "raise")
+        assert (await within(engine.refit_to(1, SHORT))).outcome is Outcome.PARTIAL
+        assert engine.phase() is Phase.QUARANTINED
+
+
+@pytest.mark.parametrize("fault", ["raise", "hang"])
+async def test_a_staged_refit_waits_for_its_receivers_and_for_none_too_long(fault: Fault) -> None:
+    async with ringed(2) as engine:
+        engine.transport.script.plan("attach", fault)
+        report = await within(engine.refit_to(1, RefitOptions(mode="staged", deadlines=SHORT.deadlines)))
+        (lost,) = (part for part in report.replicas.values() if not part.committed)
+        assert lost.error is not None
+        assert lost.error.fields.get("peer") == ("receivers" if fault == "hang" else None)
+        assert lost.seconds["stage"] < 0.25
+        assert report.outcome is Outcome.PARTIAL
+        assert {engine.phase(n) for n in range(2)} == {Phase.SERVING}
 
 
 async def test_nothing_supersedes_a_refit_for_which_a_replica_suspends() -> None:

@@ -82,20 +82,32 @@ class Garage:
         **engine_args: Any,
     ) -> Replica:
         """Start an engine from a checkpoint of a family."""
+        backend = self.backend(family, seed, model=model, stat_loggers=stat_loggers, **engine_args)
+        replica = Replica(backend, self._folder / f"replica-{len(self._replicas)}", self._receiver)
+        self._replicas.append(replica)
+        await replica.start()
+        return replica
+
+    def backend(
+        self,
+        family: str = "llama",
+        seed: int = 0,
+        *,
+        model: Path | None = None,
+        stat_loggers: Sequence[Any] = (),
+        **engine_args: Any,
+    ) -> VllmBackend:
+        """Describe an engine for somebody else to start."""
         engine_args = {
             "enforce_eager": True, "max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": 16 << 20,
             "block_size": 32, "max_num_seqs": 64, **engine_args,
         }  # fmt: skip
-        backend = VllmBackend(
+        return VllmBackend(
             str(model or self._checkpoint(family, seed)),
             engine_args=engine_args,
             start_method="fork",
             stat_loggers=stat_loggers,
         )
-        replica = Replica(backend, self._folder / f"replica-{len(self._replicas)}", self._receiver)
-        self._replicas.append(replica)
-        await replica.start()
-        return replica
 
     async def close(self) -> None:
         """End them all."""

@@ -45,6 +45,10 @@ class FileReceiver:
         self._mapping: mmap.mmap | None = None
 
     def run(self, sink: WeightSink) -> None:
+        if self._ticket.slots:
+            self._say("attached")
+            while not Path(self._ticket.buffer).exists() and not self._aborted.wait(0.005):
+                pass
         with Path(self._ticket.buffer).open("rb") as file:
             mapping = self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         tensors = [(placed.spec, _tensor(mapping, placed)) for placed in self._ticket.tensors]
