@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import anyio
 import anyio.to_thread
 
-from pitstop.engine.coordinator import Coordinator, Make
+from pitstop.engine.coordinator import Again, Coordinator, Delivery, Make
 from pitstop.engine.errors import (
     DeadlineExceeded,
     EngineClosed,
@@ -30,7 +30,7 @@ from pitstop.engine.intake import Intake
 from pitstop.engine.ledger import Ledger, Place
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.ports import Backend, Booted, Guarded, Leg, Observer, Renderer, Scalar, Transport
-from pitstop.engine.recovery import Delivery, Keeper, Recovery
+from pitstop.engine.recovery import Keeper, Recovery
 from pitstop.engine.refit import Deadlines, Policy, RefitOptions, RefitReport
 from pitstop.engine.replica import SETTLED, Replica
 from pitstop.engine.request import Completion, Life, Prompt, Request, SamplingParams
@@ -349,10 +349,12 @@ class Fleet:
 
     # -- weights and lives -------------------------------------------------------------------------------
 
-    def offer(self, make: Make, options: RefitOptions, handle: RefitHandle) -> RefitHandle:
-        """Take a refit offer from wherever it comes; return its handle at once."""
+    def offer(
+        self, make: Make, options: RefitOptions, handle: RefitHandle, *, again: Again | None = None
+    ) -> RefitHandle:
+        """Take a refit offer from wherever it comes; return its handle at once. `again` offers it once more."""
         self._must_be_open()
-        self._coordinator.offer(handle, make, options)
+        self._coordinator.offer(handle, make, options, again=again)
         return handle
 
     async def sleep(self, level: int = 1, *, policy: Literal["recompute", "wait", "abort"] = "recompute") -> None:
@@ -395,8 +397,8 @@ class Fleet:
         """Bring dead, quarantined and idle replicas back to the version that the fleet serves.
 
         Dead ones are booted anew. Without `source` the version comes from where the last refit left it, or from the
-        checkpoint of the launch while that is the newest; the trainer is not asked. Where no replica serves any
-        more, what the trainer sent last is taken even if its refit had failed.
+        checkpoint that it came from, that of the launch included; the trainer is not asked. Where no replica serves
+        any more, what the trainer sent last is taken even if its refit had failed.
 
         Args:
             source: folder of a checkpoint to recover from.

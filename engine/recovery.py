@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from pitstop.engine.coordinator import Coordinator, Make
+from pitstop.engine.coordinator import Coordinator, Delivery
 from pitstop.engine.errors import EngineClosed, NotServing, PitstopError, StaleVersion, UnsupportedPolicy
 from pitstop.engine.handle import RefitHandle
 from pitstop.engine.ledger import Ledger, Place
@@ -56,20 +56,6 @@ class Recovery:
     def pause(self, tried: int) -> float:
         """Seconds to wait before the next try."""
         return min(self.longest, self.backoff * 2.0 ** min(tried - 1, 30)) if tried else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """Something that a replica can be refitted from.
-
-    `same`: its content is known to be what was committed as that version.
-    """
-
-    refit_id: str
-    weight_version: int
-    make: Make
-    rebase: bool = False
-    same: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +147,10 @@ class Keeper:
         return newest is not None and newest.weight_version == version
 
     def _at_hand(self, turn: int) -> Delivery | None:
-        """Return something to refit from: what was sealed last, or the checkpoint of the launch.
+        """Return something to refit from: what was sealed last, or a checkpoint that holds the newest version.
 
         What was sealed and never committed is the trainer's last word, but its trainer was told that it had failed:
-        it counts only where nothing else serves. `turn` alternates between the two where both are good.
+        it counts only where nothing else serves. `turn` goes round where several are good.
         """
         newest, sealed = self.ledger.newest, self.coordinator.sealed
         found = []
@@ -173,6 +159,8 @@ class Keeper:
             if sending is not None:
                 rebase = newest is not None and newest != sealed and newest.later(sealed.weight_version) != sealed
                 found.append(_replayed(sending, rebase=rebase))
+        if self.coordinator.lasting is not None and self.coordinator.lasting[0] == newest:
+            found.append(self.coordinator.lasting[1]())
         if self.origin is not None and newest == Place.first(self.origin.weight_version):
             found.append(self.origin.open())
         return found[turn % len(found)] if found else None

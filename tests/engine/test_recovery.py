@@ -101,6 +101,28 @@ async def test_what_was_loaded_at_launch_is_never_replaced_by_something_of_the_s
         assert (await engine.recover("base")) is not None
 
 
+async def test_a_version_that_came_from_a_checkpoint_is_read_from_it_again_when_a_later_one_took_its_room() -> None:
+    async with fleet(checkpoints={"step-3": 3}) as engine:
+        await engine.refit_from("step-3", 3)
+        script = Script()
+        script.plan("send", "hang")
+        limits = Deadlines(receive=0.3, receive_per_gib=0)
+        handle = engine.refit_to(4, RefitOptions(deadlines=limits), script=script)
+        await asyncio.sleep(0.02)
+        engine.transport._last = None  # its room is being written to
+        await dead(engine)
+        with pytest.raises(ReplicaDied):
+            await handle
+        report = await engine.recover()
+        assert report is not None
+        assert engine.weight_version == 3
+        engine.checkpoints["step-3"] = 9
+        engine.transport._last = None
+        await dead(engine)
+        with pytest.raises(OfferRejected, match="with other content"):
+            await engine.recover()
+
+
 async def test_an_older_checkpoint_is_served_only_if_the_caller_says_so() -> None:
     async with fleet(2, checkpoints={"step-1": 1}) as engine:
         await engine.refit_to(5)
