@@ -392,6 +392,7 @@ class Fleet:
         weight_version: int | None = None,
         cast: Literal["inventory"] | None = None,
         policy: Policy = "recompute",
+        deadlines: Deadlines | None = None,
         rebase: bool = False,
     ) -> RefitReport | None:
         """Bring dead, quarantined and idle replicas back to the version that the fleet serves.
@@ -405,6 +406,7 @@ class Fleet:
             weight_version: the version it holds; by default the fleet's, and then its content must be the same.
             cast: as in `refit`.
             policy: fate of requests in flight on replicas that serve another version.
+            deadlines: limits of that refit.
             rebase: the version may be below the fleet's; later ones are counted from it.
 
         Returns:
@@ -416,7 +418,7 @@ class Fleet:
             OfferRejected: the checkpoint does not hold what was committed as that version.
         """
         self._must_be_open()
-        options = RefitOptions(policy=policy, rebase=rebase)
+        options = RefitOptions(policy=policy, deadlines=deadlines or Deadlines(), rebase=rebase)
         given = None
         if source is not None:
             newest = self._ledger.newest

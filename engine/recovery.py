@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import anyio
 
@@ -21,7 +21,7 @@ from pitstop.engine.handle import RefitHandle
 from pitstop.engine.ledger import Ledger, Place
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.ports import Observer, Sending, Transport
-from pitstop.engine.refit import Outcome, RefitOptions, RefitReport
+from pitstop.engine.refit import Deadlines, Outcome, RefitOptions, RefitReport
 from pitstop.engine.replica import Replica
 from pitstop.engine.upkeep import Upkeep
 
@@ -39,13 +39,15 @@ class Recovery:
 
     A lost replica is tried at once, then after `backoff` seconds, twice that, and so on up to `longest`. After
     `attempts` tries it stays as it is until something else brings it back: a refit, `restart()`, `recover()`.
-    Tries are forgotten once it has served for `steady` seconds.
+    Tries are forgotten once it has served for `steady` seconds. `deadlines` are those of the refits that it needs:
+    a refit of the trainer's waits for them.
     """
 
     attempts: int = 5
     backoff: float = 1.0
     longest: float = 60.0
     steady: float = 300.0
+    deadlines: Deadlines = field(default_factory=Deadlines)
 
     def __post_init__(self) -> None:
         if self.attempts < 1:
@@ -180,6 +182,7 @@ class Keeper:
 
     async def _deliver(self, delivery: Delivery, options: RefitOptions) -> RefitReport:
         handle = RefitHandle(delivery.refit_id, delivery.weight_version)
+        options = replace(options, rebase=delivery.rebase)
         self.coordinator.offer(handle, delivery.make, options, same=delivery.same)
         return await handle
 
@@ -314,7 +317,7 @@ class Keeper:
         failure: PitstopError | None = None
         report: RefitReport | None = None
         try:
-            report = await self._deliver(delivery, RefitOptions())
+            report = await self._deliver(delivery, RefitOptions(deadlines=options.deadlines))
         except EngineClosed:
             return
         except PitstopError as error:

@@ -166,7 +166,7 @@ async def simulated(
     pitstop.engine.fleet.SUBMIT_SECONDS = 0.5
     rng, record = random.Random(seed), Record()
     checker = Checker(token_for, refits + 2)
-    recovery = Recovery(attempts=10**9, backoff=0.02, longest=0.1)
+    recovery = Recovery(attempts=10**9, backoff=0.02, longest=0.1, deadlines=QUICK)
     backends = [SimulatedBackend(delays=Delays(step=0.001)) for _ in range(replicas)]
     began = time.monotonic()
     async with SimFleet(backends, checker, recovery=recovery) as engine:
@@ -186,7 +186,7 @@ async def simulated(
                 async with asyncio.timeout(PATIENCE):
                     if rng.random() < 0.02:
                         with contextlib.suppress(PitstopError):
-                            await engine.recover()  # by hand, while it goes on by itself
+                            await engine.recover(deadlines=QUICK)  # by hand, while it goes on by itself
                     if rng.random() < 0.01:
                         with contextlib.suppress(PitstopError):
                             await engine.sleep(rng.choice([1, 2]))

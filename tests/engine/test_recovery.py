@@ -168,6 +168,18 @@ async def test_what_all_replicas_failed_to_take_is_taken_again_where_nothing_els
         assert {r.weight_version for r in engine.replicas} == {1}
 
 
+async def test_a_rebase_that_all_replicas_failed_to_take_is_taken_again_as_one() -> None:
+    async with fleet(2) as engine:
+        await engine.refit_to(7)
+        for sim in engine.sims:
+            sim.script.plan("apply", "raise")
+        with pytest.raises(RemoteError, match="apply"):
+            await engine.refit_to(1, RefitOptions(rebase=True))
+        assert await engine.recover() is not None
+        assert {r.weight_version for r in engine.replicas} == {1}
+        assert engine.staleness(await engine.generate([1], FIVE)) == 0
+
+
 async def test_a_version_whose_refit_failed_is_not_brought_in_by_the_back_door() -> None:
     async with fleet(2, checkpoints={"base": 0}, origin="base") as engine:
         engine.sims[0].script.plan("apply", "raise")
