@@ -309,3 +309,26 @@ async def test_b85_new_work_starts_at_once_after_a_sync_though_an_old_request_go
         assert not long.done()
         assert engine.abort() == 1
         assert [s.weight_version for s in (await long).spans] == [0, 1]
+
+
+async def test_b69_every_rank_of_every_replica_is_reached_also_after_one_was_replaced() -> None:
+    async with SimFleet([SimulatedBackend(world_size=2) for _ in range(3)]) as engine:
+        await engine.refit_to(1)
+        for version in (2, 3):
+            engine.sims[1].die()
+            await engine.replicas[1].reached(frozenset({Phase.DEAD}))
+            # Nobody waits for the one that is gone.
+            report = await asyncio.wait_for(_whole(engine, version), 2)
+            assert set(report) == {"replica-0", "replica-2"}
+            await engine.restart()
+            await engine.recover()
+            layouts = [(w.replica, w.incarnation, w.rank) for r in engine.replicas for w in r.layout]
+            assert len(set(layouts)) == 6
+            assert {r.weight_version for r in engine.replicas} == {version}
+            assert [set(sim.live.values()) for sim in engine.sims] == [{version}] * 3
+
+
+async def _whole(engine: SimFleet, version: int) -> list[str]:
+    report = await engine.refit_to(version)
+    assert all(part.committed for part in report.replicas.values())
+    return list(report.replicas)

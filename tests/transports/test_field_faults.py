@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -170,3 +171,53 @@ async def test_b57_a_program_ends_though_its_engine_never_answers(tmp_path: Path
         began = time.monotonic()
         assert await asyncio.wait_for(program.wait(), 15) == code
         assert time.monotonic() - began < 5
+
+
+async def test_b55_a_receiver_that_joins_late_hears_all_that_was_said_before_it_came(tmp_path: Path) -> None:
+    """Eight of them with random delays; one more that never comes is named in time and keeps nobody waiting."""
+    import random
+
+    rng = random.Random(0)
+    async with rig(tmp_path) as engine:
+        engine.limits = (30.0, 2.0)
+        publisher = await asyncio.to_thread(lambda: Publisher.connect(engine.link.address))
+        for version in range(1, 6):
+            publisher.publish(weights(version), weight_version=version)
+            sending = await engine.offer()
+            present = [Worker() for _ in range(8)]
+            workers = [*present, *([Worker()] if version == 5 else [])]
+            tickets = await engine.plan(sending, workers)
+
+            async def join(worker: Worker, n: int, tickets: Any = tickets) -> None:
+                await asyncio.sleep(rng.uniform(0, 0.5))
+                await asyncio.to_thread(worker.receive, tickets[n])
+
+            joining = [asyncio.create_task(join(worker, n)) for n, worker in enumerate(present)]
+            await engine.transport.seal(await sending.send(route(sending.offer, engine.model), tickets))
+            began = time.monotonic()
+            over = await engine.ended(sending.offer.refit_id, len(workers))
+            await asyncio.gather(*joining)
+            assert sorted(p.rank for p in over if p.kind == "landed") == list(range(8))
+            if version == 5:
+                (lost,) = [p for p in over if p.kind == "failed"]
+                assert time.monotonic() - began < 2.0 + 2.0
+                assert lost.error is not None
+                assert (lost.rank, lost.error.fields["rank"], lost.error.slug) == (8, 8, "peer_lost")
+            await engine.release(sending, present)
+            await sending.settled(engine.report(sending, None))
+        await asyncio.to_thread(publisher.close)
+
+
+async def test_b03_engines_that_start_at_the_same_time_never_share_a_name(tmp_path: Path) -> None:
+    for n in range(5):
+        async with contextlib.AsyncExitStack() as stack:
+            folders = [tmp_path / f"{n}-{m}" for m in range(8)]
+            for folder in folders:
+                folder.mkdir()
+            rigs = await asyncio.gather(
+                *(stack.enter_async_context(rig(folder, listen="tcp://127.0.0.1:0")) for folder in folders)
+            )
+            addresses = {engine.link.tcp_address for engine in rigs}
+            assert len(addresses) == 8
+            assert None not in addresses
+            assert len({engine.link.address for engine in rigs}) == 8
