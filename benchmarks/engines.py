@@ -25,12 +25,18 @@ def tiny_checkpoint(folder: Path, family: str = "qwen2", seed: int = 0) -> str:
 
 
 def fast_engine(
-    model: str, *, replicas: int = 1, observer: Observer | None = None, recovery: Any = "manual", **engine_args: Any
+    model: str,
+    *,
+    replicas: int = 1,
+    observer: Observer | None = None,
+    recovery: Any = "manual",
+    start_method: Any = "fork",
+    **engine_args: Any,
 ) -> RolloutEngine:
     """Describe an engine that starts in half a second."""
     args = {"enforce_eager": True, "dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, **engine_args}
     return RolloutEngine.launch(
-        model, replicas=replicas, engine_args=args, start_method="fork", observer=observer, recovery=recovery
+        model, replicas=replicas, engine_args=args, start_method=start_method, observer=observer, recovery=recovery
     )
 
 

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import anyio
 import anyio.to_thread
@@ -24,12 +25,31 @@ from pitstop.engine.worker_ports import Inventory
 Make = Callable[[], Coroutine[Any, Any, Sending]]
 
 
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Something that a replica can be refitted from.
+
+    `same`: its content is known to be what was committed as that version.
+    """
+
+    refit_id: str
+    weight_version: int
+    make: Make
+    rebase: bool = False
+    same: bool = False
+
+
+Again = Callable[[], Delivery]
+"""Gives what was offered once more, from something that lasts: a checkpoint."""
+
+
 @dataclass(slots=True)
 class _Asked:
     handle: RefitHandle
     make: Make
     options: RefitOptions
     same: bool
+    again: Again | None
 
 
 class Coordinator:
@@ -59,6 +79,9 @@ class Coordinator:
         self._moved = asyncio.Event()
         self.sealed: Place | None = None
         """What was last sent and sealed, whatever became of it."""
+        self.lasting: tuple[Place, Again] | None = None
+        """The newest version, if it came from something that lasts."""
+        self._agains: WeakKeyDictionary[RefitRun, Again] = WeakKeyDictionary()
 
     @property
     def busy(self) -> bool:
@@ -71,7 +94,9 @@ class Coordinator:
         if not self._closed:
             await self._moved.wait()
 
-    def offer(self, handle: RefitHandle, make: Make, options: RefitOptions, *, same: bool = False) -> None:
+    def offer(
+        self, handle: RefitHandle, make: Make, options: RefitOptions, *, same: bool = False, again: Again | None = None
+    ) -> None:
         """Take an offer; `make` gives its far end, and may read files in a thread it does not wait for.
 
         `same`: its content is known to be what was committed as that version, though no digests say so.
@@ -79,7 +104,7 @@ class Coordinator:
         if self._closed:
             self._refuse(handle, EngineClosed("the engine was closed"))
             return
-        self._inbox.put_nowait(_Asked(handle, make, options, same))
+        self._inbox.put_nowait(_Asked(handle, make, options, same, again))
 
     def changed(self) -> None:
         """A replica changed phase."""
@@ -134,6 +159,8 @@ class Coordinator:
                 with contextlib.suppress(PitstopError):
                     await bounded(sending.settled(report), limit, replica="fleet", phase="settle")
             return
+        if asked.again is not None:
+            self._agains[run] = asked.again
         if self._pending is not None:
             self._pending.supersede(run.weight_version)
             await self._pending.displaced()
@@ -201,6 +228,11 @@ class Coordinator:
                 # A replica has held it for a moment at least, even if it was lost before it served.
                 self._known.clear()
                 self._known[run.place] = run.digests
+                again = self._agains.get(run)
+                if again is not None:
+                    self.lasting = run.place, again
+                elif self.lasting is not None and self.lasting[0] != run.place:
+                    self.lasting = None
         if not self._closed:
             self._next()
             if not self.busy:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import anyio
 import anyio.to_thread
 
-from pitstop.engine.coordinator import Coordinator, Make
+from pitstop.engine.coordinator import Again, Coordinator, Delivery, Make
 from pitstop.engine.errors import (
     DeadlineExceeded,
     EngineClosed,
@@ -30,7 +30,7 @@ from pitstop.engine.intake import Intake
 from pitstop.engine.ledger import Ledger, Place
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.ports import Backend, Booted, Guarded, Leg, Observer, Renderer, Scalar, Transport
-from pitstop.engine.recovery import Delivery, Keeper, Recovery
+from pitstop.engine.recovery import Keeper, Recovery
 from pitstop.engine.refit import Deadlines, Policy, RefitOptions, RefitReport
 from pitstop.engine.replica import SETTLED, Replica
 from pitstop.engine.request import Completion, Life, Prompt, Request, SamplingParams
@@ -349,10 +349,12 @@ class Fleet:
 
     # -- weights and lives -------------------------------------------------------------------------------
 
-    def offer(self, make: Make, options: RefitOptions, handle: RefitHandle) -> RefitHandle:
-        """Take a refit offer from wherever it comes; return its handle at once."""
+    def offer(
+        self, make: Make, options: RefitOptions, handle: RefitHandle, *, again: Again | None = None
+    ) -> RefitHandle:
+        """Take a refit offer from wherever it comes; return its handle at once. `again` offers it once more."""
         self._must_be_open()
-        self._coordinator.offer(handle, make, options)
+        self._coordinator.offer(handle, make, options, again=again)
         return handle
 
     async def sleep(self, level: int = 1, *, policy: Literal["recompute", "wait", "abort"] = "recompute") -> None:
@@ -390,19 +392,21 @@ class Fleet:
         weight_version: int | None = None,
         cast: Literal["inventory"] | None = None,
         policy: Policy = "recompute",
+        deadlines: Deadlines | None = None,
         rebase: bool = False,
     ) -> RefitReport | None:
         """Bring dead, quarantined and idle replicas back to the version that the fleet serves.
 
         Dead ones are booted anew. Without `source` the version comes from where the last refit left it, or from the
-        checkpoint of the launch while that is the newest; the trainer is not asked. Where no replica serves any
-        more, what the trainer sent last is taken even if its refit had failed.
+        checkpoint that it came from, that of the launch included; the trainer is not asked. Where no replica serves
+        any more, what the trainer sent last is taken even if its refit had failed.
 
         Args:
             source: folder of a checkpoint to recover from.
             weight_version: the version it holds; by default the fleet's, and then its content must be the same.
             cast: as in `refit`.
             policy: fate of requests in flight on replicas that serve another version.
+            deadlines: limits of that refit.
             rebase: the version may be below the fleet's; later ones are counted from it.
 
         Returns:
@@ -414,7 +418,7 @@ class Fleet:
             OfferRejected: the checkpoint does not hold what was committed as that version.
         """
         self._must_be_open()
-        options = RefitOptions(policy=policy, rebase=rebase)
+        options = RefitOptions(policy=policy, deadlines=deadlines or Deadlines(), rebase=rebase)
         given = None
         if source is not None:
             newest = self._ledger.newest

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from pitstop.engine.errors import DeadlineExceeded, PitstopError
+from pitstop.engine.errors import DeadlineExceeded, PitstopError, RemoteError
 from pitstop.engine.handle import Milestone
 from pitstop.engine.ledger import Place
 from pitstop.engine.lifecycle import Phase
@@ -99,7 +99,7 @@ async def bounded(call: Coroutine[Any, Any, T], seconds: float, *, replica: str,
     anyio's repeated cancellation would kill the cleaning up inside it.
 
     Raises:
-        DeadlineExceeded: names replica, phase and peer.
+        DeadlineExceeded: names replica, phase and peer. RemoteError: the coroutine was cancelled, not by its caller.
     """
     task = asyncio.create_task(call)
     try:
@@ -114,6 +114,9 @@ async def bounded(call: Coroutine[Any, Any, T], seconds: float, *, replica: str,
             f"{replica}: {phase} did not end within {seconds:g} s (waiting for {peer})",
             replica=replica, phase=phase, peer=peer, seconds=seconds,
         )  # fmt: skip
+    if task.cancelled():
+        # Not by us: as an error it ends what waits for it, as a cancellation it would end whoever waits.
+        raise RemoteError(f"{replica}: {phase} was cancelled by {peer}", replica=replica, phase=phase, peer=peer)
     return task.result()
 
 

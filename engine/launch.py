@@ -13,11 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from pitstop.engine.coordinator import Again, Delivery
 from pitstop.engine.errors import PitstopError, UnsupportedPolicy, names
 from pitstop.engine.fleet import Fleet
 from pitstop.engine.handle import RefitHandle
 from pitstop.engine.ports import Backend, Observer, Renderer, Scalar, Sending, default_observer
-from pitstop.engine.recovery import Delivery, Origin, Recovery
+from pitstop.engine.recovery import Origin, Recovery
 from pitstop.engine.refit import Deadlines, Policy, RefitOptions
 from pitstop.engine.rundir import RunDir
 from pitstop.engine.worker_ports import Mode
@@ -142,9 +143,11 @@ class RolloutEngine(Fleet):
         from pitstop.engine.vllm_backend import TokenizerRenderer, VllmBackend
 
         args = dict(engine_args or {})
+        from pitstop.transports.shared_memory import RECEIVERS
+
+        given = {"receivers": RECEIVERS, **backend_options}
         made = [
-            VllmBackend(str(model), engine_args=args, weight_version=weight_version, **backend_options)
-            for _ in range(replicas)
+            VllmBackend(str(model), engine_args=args, weight_version=weight_version, **given) for _ in range(replicas)
         ]
         renderer = None
         if not args.get("skip_tokenizer_init"):
@@ -216,8 +219,10 @@ class RolloutEngine(Fleet):
         said = dict(headers) if headers is not None else dict(self._context())
         refit_id = uuid.uuid4().hex
         handle = RefitHandle(refit_id, weight_version)
+        again: Again | None = None
         if isinstance(source, str | os.PathLike):
             path = Path(source)
+            again = functools.partial(self._checkpoint, path, weight_version, cast, RefitOptions())
 
             async def make() -> Sending:
                 # In a thread that is left behind with its deadline: a file system that hangs must not hold the engine.
@@ -236,7 +241,7 @@ class RolloutEngine(Fleet):
             async def make() -> Sending:
                 return sending
 
-        return self.offer(make, options, handle)
+        return self.offer(make, options, handle, again=again)
 
     def _checkpoint(
         self,

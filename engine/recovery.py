@@ -11,17 +11,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import anyio
 
-from pitstop.engine.coordinator import Coordinator, Make
+from pitstop.engine.coordinator import Coordinator, Delivery
 from pitstop.engine.errors import EngineClosed, NotServing, PitstopError, StaleVersion, UnsupportedPolicy
 from pitstop.engine.handle import RefitHandle
 from pitstop.engine.ledger import Ledger, Place
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.ports import Observer, Sending, Transport
-from pitstop.engine.refit import Outcome, RefitOptions, RefitReport
+from pitstop.engine.refit import Deadlines, Outcome, RefitOptions, RefitReport
 from pitstop.engine.replica import Replica
 from pitstop.engine.upkeep import Upkeep
 
@@ -39,13 +39,15 @@ class Recovery:
 
     A lost replica is tried at once, then after `backoff` seconds, twice that, and so on up to `longest`. After
     `attempts` tries it stays as it is until something else brings it back: a refit, `restart()`, `recover()`.
-    Tries are forgotten once it has served for `steady` seconds.
+    Tries are forgotten once it has served for `steady` seconds. `deadlines` are those of the refits that it needs:
+    a refit of the trainer's waits for them.
     """
 
     attempts: int = 5
     backoff: float = 1.0
     longest: float = 60.0
     steady: float = 300.0
+    deadlines: Deadlines = field(default_factory=Deadlines)
 
     def __post_init__(self) -> None:
         if self.attempts < 1:
@@ -56,20 +58,6 @@ class Recovery:
     def pause(self, tried: int) -> float:
         """Seconds to wait before the next try."""
         return min(self.longest, self.backoff * 2.0 ** min(tried - 1, 30)) if tried else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """Something that a replica can be refitted from.
-
-    `same`: its content is known to be what was committed as that version.
-    """
-
-    refit_id: str
-    weight_version: int
-    make: Make
-    rebase: bool = False
-    same: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +149,10 @@ class Keeper:
         return newest is not None and newest.weight_version == version
 
     def _at_hand(self, turn: int) -> Delivery | None:
-        """Return something to refit from: what was sealed last, or the checkpoint of the launch.
+        """Return something to refit from: what was sealed last, or a checkpoint that holds the newest version.
 
         What was sealed and never committed is the trainer's last word, but its trainer was told that it had failed:
-        it counts only where nothing else serves. `turn` alternates between the two where both are good.
+        it counts only where nothing else serves. `turn` goes round where several are good.
         """
         newest, sealed = self.ledger.newest, self.coordinator.sealed
         found = []
@@ -173,6 +161,8 @@ class Keeper:
             if sending is not None:
                 rebase = newest is not None and newest != sealed and newest.later(sealed.weight_version) != sealed
                 found.append(_replayed(sending, rebase=rebase))
+        if self.coordinator.lasting is not None and self.coordinator.lasting[0] == newest:
+            found.append(self.coordinator.lasting[1]())
         if self.origin is not None and newest == Place.first(self.origin.weight_version):
             found.append(self.origin.open())
         return found[turn % len(found)] if found else None
@@ -192,6 +182,7 @@ class Keeper:
 
     async def _deliver(self, delivery: Delivery, options: RefitOptions) -> RefitReport:
         handle = RefitHandle(delivery.refit_id, delivery.weight_version)
+        options = replace(options, rebase=delivery.rebase)
         self.coordinator.offer(handle, delivery.make, options, same=delivery.same)
         return await handle
 
@@ -326,7 +317,7 @@ class Keeper:
         failure: PitstopError | None = None
         report: RefitReport | None = None
         try:
-            report = await self._deliver(delivery, RefitOptions())
+            report = await self._deliver(delivery, RefitOptions(deadlines=options.deadlines))
         except EngineClosed:
             return
         except PitstopError as error:

@@ -206,7 +206,9 @@ class Replica:
         try:
             while self._phase is not Phase.STOPPED:
                 post = await self._inbox.get()
-                if post.incarnation == self.incarnation:
+                # A stop counts in any life: it may have been asked for just before this one began.
+                stops = isinstance(post.event, StopAsked) and post.heard is None
+                if stops or post.incarnation == self.incarnation:
                     self._step(post)
                 elif post.heard is not None:
                     self._refuse(post, IllegalEvent(f"{self.name} has another life by now", event="ask"))
@@ -288,7 +290,10 @@ class Replica:
         try:
             event = await self._actions.perform(do)
         except asyncio.CancelledError:
-            raise
+            if (me := asyncio.current_task()) is None or me.cancelling():
+                raise
+            # Not our doing: something beneath was cancelled, or says so.
+            event = self._actions.failed(do, RemoteError(f"{self.name}: {do.value} was cancelled by the engine"))
         except Exception as error:
             known = error if isinstance(error, PitstopError) else RemoteError(f"{self.name}: {do.value}: {error!r}")
             if not isinstance(error, PitstopError):

@@ -11,10 +11,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import json
 import os
 import random
+import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -29,6 +32,7 @@ from pitstop.engine import Completion, Deadlines, Fleet, Outcome, Phase, Recover
 from pitstop.engine.errors import PitstopError
 from pitstop.engine.refit import POLICIES
 from pitstop.engine.simulated import Delays, Script, SimulatedBackend, token_for
+from pitstop.engine.vllm_backend.processes import descendants
 from tests.checker import Checker
 from tests.engine.sim import SimFleet, until
 
@@ -166,7 +170,7 @@ async def simulated(
     pitstop.engine.fleet.SUBMIT_SECONDS = 0.5
     rng, record = random.Random(seed), Record()
     checker = Checker(token_for, refits + 2)
-    recovery = Recovery(attempts=10**9, backoff=0.02, longest=0.1)
+    recovery = Recovery(attempts=10**9, backoff=0.02, longest=0.1, deadlines=QUICK)
     backends = [SimulatedBackend(delays=Delays(step=0.001)) for _ in range(replicas)]
     began = time.monotonic()
     async with SimFleet(backends, checker, recovery=recovery) as engine:
@@ -186,7 +190,7 @@ async def simulated(
                 async with asyncio.timeout(PATIENCE):
                     if rng.random() < 0.02:
                         with contextlib.suppress(PitstopError):
-                            await engine.recover()  # by hand, while it goes on by itself
+                            await engine.recover(deadlines=QUICK)  # by hand, while it goes on by itself
                     if rng.random() < 0.01:
                         with contextlib.suppress(PitstopError):
                             await engine.sleep(rng.choice([1, 2]))
@@ -226,17 +230,26 @@ def _chunks(done: Completion) -> list[tuple[int, int, Sequence[int]]]:
     return [(s.weight_version, s.start, done.token_ids[s.start : s.end]) for s in done.spans]
 
 
-async def real(refits: int, consumers: int = 16, mode: str = "auto") -> dict[str, Any]:
+def _say_where_they_are() -> None:
+    """Have this process and its children write where each of their threads is."""
+    for pid in (os.getpid(), *descendants(os.getpid())):
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_bytes()[:200]!r}\n")
+            os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.5)
+
+
+async def real(
+    refits: int, consumers: int = 16, mode: str = "auto", start_method: str = "spawn", kill_every: int = 25
+) -> dict[str, Any]:
     """Run `refits` refits of a real tiny engine between two checkpoints under greedy streams.
 
     What each version makes of each prompt is known from engines that only ever had that version. So every token of a
     stream's first version is checked, and after the run a sample of streams that span two is checked whole: under
     `recompute` the rest must be what the second version makes of the prompt and the tokens before the swap.
 
-    Every 25th refit the engine is killed in the middle and comes back by itself, as the version last sealed.
+    Every so often the engine is killed in the middle of a refit and comes back by itself.
     """
-    import signal
-
     from benchmarks.engines import fast_engine, tiny_checkpoint
 
     params = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
@@ -246,7 +259,7 @@ async def real(refits: int, consumers: int = 16, mode: str = "auto") -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         paths = [tiny_checkpoint(Path(folder), "llama", seed=seed) for seed in (0, 1)]
         truths: list[list[list[int]]] = []
-        args: dict[str, Any] = {"max_model_len": 256, "dtype": "float32"}
+        args: dict[str, Any] = {"max_model_len": 256, "dtype": "float32", "start_method": start_method}
         for path in paths:
             async with fast_engine(path, **args) as engine:
                 truths.append([list((await engine.generate(p, params)).token_ids) for p in prompts])
@@ -287,7 +300,7 @@ async def real(refits: int, consumers: int = 16, mode: str = "auto") -> dict[str
             for version in range(1, refits + 1):
                 policies[version] = POLICIES[version % 2]  # keep, recompute: those that continue across a swap
                 handle = engine.refit(paths[version % 2], weight_version=version, policy=policies[version])  # type: ignore[arg-type]
-                if version % 25 == 0:
+                if version % kill_every == 0:
                     await asyncio.sleep(rng.uniform(0, 0.1))
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pids()[0], signal.SIGKILL)
@@ -299,8 +312,13 @@ async def real(refits: int, consumers: int = 16, mode: str = "auto") -> dict[str
                     record.outcomes[error.slug] += 1
                 except TimeoutError:
                     record.hung.append(repr(handle))
-                async with asyncio.timeout(PATIENCE):
-                    await engine.replicas[0].reached(frozenset({Phase.SERVING}))
+                try:
+                    async with asyncio.timeout(2 * PATIENCE):
+                        await engine.replicas[0].reached(frozenset({Phase.SERVING}))
+                except TimeoutError:
+                    record.hung.append(f"recovery before version {version + 1}: {engine.replicas[0]!r}")
+                    _say_where_they_are()
+                    break
                 record.sample(version, refits, pids())
             stop.set()
             await asyncio.gather(*tasks)
@@ -324,9 +342,15 @@ def main() -> None:
     parser.add_argument("--refits", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--real", action="store_true")
+    parser.add_argument("--start-method", default="spawn", choices=("spawn", "fork"), help="of real engines")
+    parser.add_argument("--kill-every", type=int, default=25, help="real: refits between two kills")
     parser.add_argument("--mode", default="auto", help="where versions are received: a refit's `mode`")
     args = parser.parse_args()
-    run = real(args.refits, mode=args.mode) if args.real else simulated(args.refits, args.seed, mode=args.mode)
+    if args.real:
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # inherited by what is forked
+        run = real(args.refits, mode=args.mode, start_method=args.start_method, kill_every=args.kill_every)
+    else:
+        run = simulated(args.refits, args.seed, mode=args.mode)
     found = asyncio.run(run)
     found["grown"] = grown(found)
     print(json.dumps(found, indent=1))  # noqa: T201

@@ -153,6 +153,16 @@ class DeviceDrainer:
         self._whole.clear()
 
 
+def prepare_device(device: str) -> None:
+    """Have the kernels of a device (torch's name of it) compiled."""
+    if device.startswith("cuda"):
+        import torch
+
+        from pitstop.transports import digest_cuda
+
+        digest_cuda.prepare(torch.device(device))
+
+
 def forget_lent(engine: str) -> None:
     """Unmap what a trainer has lent, as soon as nothing uses it: the trainer may be gone, and its memory not free."""
     from pitstop.transports import cuda_memory

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from typing import TYPE_CHECKING, Final
 
 from pitstop.engine.errors import OfferRejected, ProtocolViolation
 from pitstop.engine.worker_ports import TensorSpec
+from pitstop.transports.aside import aside
 from pitstop.transports.buckets import ALIGNMENT, cut
 from pitstop.transports.deadline import BEAT_S
 from pitstop.transports.packing import Slot, Source, wanted
@@ -69,6 +71,13 @@ def pour(
     digests[:] = total.tolist()
 
 
+def prepare_lent(device: str) -> None:
+    """Have the kernels of a GPU compiled, named as an offer names it."""
+    from pitstop.transports import cuda_memory, digest_cuda
+
+    digest_cuda.prepare(cuda_memory.device_of(device))
+
+
 def pour_lent(
     source: Source,
     geometry: Geometry,
@@ -88,7 +97,12 @@ def pour_lent(
     if not isinstance(source, TensorSource):
         raise OfferRejected("the engine wants the weights from a GPU, and the source has none there")
     tensors, ready = source.lendable([row.index for row in geometry.rows])
-    pourer = Pourer(tensors, geometry.specs, ring, geometry.slots, geometry.slot_nbytes, ready)
+    # Aside: where its kernels are compiled only now, that takes longer than the engine bears silence.
+    making = aside(lambda: Pourer(tensors, geometry.specs, ring, geometry.slots, geometry.slot_nbytes, ready))
+    while not making.done():
+        wait((making,), timeout=_LOOK_S)
+        yield 0.0
+    pourer = making.result()
     underway: deque[Fence] = deque()
     begun = done = 0
     while done < pourer.buckets:

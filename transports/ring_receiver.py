@@ -14,8 +14,9 @@ from typing import Final
 
 from pitstop.engine.errors import DigestMismatch
 from pitstop.engine.worker_ports import Bucket, Ticket, WeightSink
+from pitstop.transports.aside import aside
 from pitstop.transports.deadline import BEAT_S, Limit
-from pitstop.transports.draining import DeviceDrainer, Drainer, HostDrainer, forget_lent, proven
+from pitstop.transports.draining import DeviceDrainer, Drainer, HostDrainer, forget_lent, prepare_device, proven
 from pitstop.transports.messages import Drained, Filled, FromEngine, Lend, Report
 from pitstop.transports.receiver import LinkedReceiver
 from pitstop.transports.segment import Kept
@@ -34,6 +35,11 @@ class RingReceiver(LinkedReceiver):
         self._filled = 0
         self._lend: Lend | None = None
         self._drainer: Drainer | None = None
+
+    @staticmethod
+    def prepare(device: str) -> None:
+        """Compile now what the first refit on a device would wait for."""
+        prepare_device(device)
 
     def close(self) -> None:
         """See `Receiver.close`."""
@@ -88,7 +94,11 @@ class RingReceiver(LinkedReceiver):
     def _borrowed(self, line: Line, limit: Limit) -> Drainer:
         while (lend := self._lend) is None:
             self._listen(line, limit, BEAT_S)
-        self._drainer = DeviceDrainer(self._ticket, lend.handle, lend.nbytes)
+        # Aside: where its kernels are compiled only now, that takes longer than the engine bears silence.
+        making = aside(lambda: DeviceDrainer(self._ticket, lend.handle, lend.nbytes), line.wake)
+        while not making.done():
+            self._listen(line, limit, BEAT_S)
+        self._drainer = making.result()
         return self._drainer
 
     def _heard(self, message: FromEngine) -> bool:

@@ -39,6 +39,8 @@ _LOG: Final = logging.getLogger(__name__)
 _MOST_REPLAYS: Final = 8  # that were asked for and not planned yet
 RECEIVER: Final = "pitstop.transports.shared_memory:SegmentReceiver"
 RING_RECEIVER: Final = "pitstop.transports.ring_receiver:RingReceiver"
+RECEIVERS: Final = (RECEIVER, RING_RECEIVER)
+"""What tickets may name: workers prepare them when they start."""
 
 
 class SharedMemoryTransport:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from pitstop.engine.errors import EngineClosed, LocalError, PeerLost, PitstopError, ProtocolViolation, WorkerFailed
 from pitstop.engine.ports import Observer
+from pitstop.transports.aside import aside
 from pitstop.transports.codec import fault, raised, words
 from pitstop.transports.deadline import BEAT_S, Limit
 from pitstop.transports.digest import prepare
@@ -36,7 +37,7 @@ from pitstop.transports.messages import (
 )
 from pitstop.transports.negotiation import connected
 from pitstop.transports.packing import Slot, Source, checked
-from pitstop.transports.pouring import Geometry, pour, pour_lent
+from pitstop.transports.pouring import Geometry, pour, pour_lent, prepare_lent
 from pitstop.transports.publish_handle import PublishHandle
 from pitstop.transports.reports import accepted, propose
 from pitstop.transports.segment import Kept
@@ -93,6 +94,8 @@ class TrainerLink:
                 handle.released(None)
             else:
                 handle.opened(observer, self.transport)
+            if handle.offer.device:
+                aside(lambda: prepare_lent(handle.offer.device))
             handle.number = self._count
             self._count += 1
             self._handles[handle.refit_id] = handle

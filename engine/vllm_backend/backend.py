@@ -43,8 +43,11 @@ class VllmBackend:
         weight_version: int = 0,
         start_method: StartMethod = "spawn",
         stat_loggers: Sequence[Any] = (),
+        receivers: Sequence[str] = (),
     ) -> None:
-        self._settings = Settings(str(model), dict(engine_args or {}), start_method, tuple(stat_loggers))
+        self._settings = Settings(
+            str(model), dict(engine_args or {}), start_method, tuple(stat_loggers), tuple(receivers)
+        )
         self._weight_version = weight_version
         self._boot: Boot[Started] | None = None
         self._life: Incarnation | None = None

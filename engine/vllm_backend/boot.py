@@ -29,12 +29,16 @@ _one_at_a_time = threading.RLock()
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What an engine is started from. `start_method` "fork" is for tests: see `_construct`."""
+    """What an engine is started from. `start_method` "fork" is for tests: see `_construct`.
+
+    `receivers` are what tickets may name: workers prepare them when they start.
+    """
 
     model: str
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     start_method: StartMethod = "spawn"
     stat_loggers: Sequence[Any] = ()
+    receivers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,7 @@ def start_engine(settings: Settings, boot: Boot[Started]) -> Started:
     if inventory is None:
         inventory = _inventory(_download(settings, dummy=dummy), settings, dummy=dummy)
         arguments["additional_config"]["pitstop"]["tied"] = dict(inventory.tied)
+    arguments["additional_config"]["pitstop"]["receivers"] = list(settings.receivers)
     boot.check()
     llm = _construct(arguments, settings, boot)
     core: int = llm.engine_core.resources.engine_manager.processes[0].pid

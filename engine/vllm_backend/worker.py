@@ -90,7 +90,11 @@ class WorkerSide:
         self._landings: dict[str, Landing] = {}
         self._busy = threading.Lock()
         extra = worker.vllm_config.additional_config
-        self._tied: dict[str, str] = extra.get("pitstop", {}).get("tied", {}) if isinstance(extra, dict) else {}
+        ours = extra.get("pitstop", {}) if isinstance(extra, dict) else {}
+        self._tied: dict[str, str] = ours.get("tied", {})
+        if ours.get("receivers"):
+            warm = (ours["receivers"], str(worker.device))
+            threading.Thread(target=_warm, args=warm, daemon=True, name="pitstop-warm").start()
 
     def answer(self, sent: bytes) -> bytes:
         """Do what was asked for. Errors are part of the answer: vLLM would lose their types."""
@@ -155,6 +159,17 @@ class WorkerSide:
         if (landing := self._landings.pop(op.refit_id, None)) is not None:
             landing.release()
         return reply
+
+
+def _warm(receivers: list[str], device: str) -> None:
+    """Have receivers do what would take the first refit long."""
+    for name in receivers:
+        try:
+            prepare = getattr(receiver_class(name), "prepare", None)
+            if prepare is not None:
+                prepare(device)
+        except Exception:  # noqa: BLE001 - the first refit will say what is wrong
+            _log.exception("%s could not be prepared", name)
 
 
 class PitstopWorker:

@@ -7,13 +7,15 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
+from pitstop.engine.coordinator import Delivery
 from pitstop.engine.fleet import Fleet
 from pitstop.engine.handle import RefitHandle
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.ports import Observer, Ring, Scalar, Transition, Work
-from pitstop.engine.recovery import Delivery, Origin, Recovery
+from pitstop.engine.recovery import Origin, Recovery
 from pitstop.engine.refit import RefitOptions
 from pitstop.engine.simulated import Script, SimulatedBackend, SimulatedSending, SimulatedTransport, token_for
 from pitstop.engine.worker_ports import Manifest, Offer, TensorSpec, Ticket, Trailer
@@ -104,6 +106,12 @@ class SimFleet(Fleet):
             return SimulatedSending(offer, script=script)
 
         return self.offer(make, options or RefitOptions(), RefitHandle(offer.refit_id, version))
+
+    def refit_from(self, path: str, version: int) -> RefitHandle:
+        delivery = self._checkpoint(path, version, None, RefitOptions())
+        handle = RefitHandle(delivery.refit_id, version)
+        again = partial(self._checkpoint, path, version, None, RefitOptions())
+        return self.offer(delivery.make, RefitOptions(), handle, again=again)
 
 
 def fleet(

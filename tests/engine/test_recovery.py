@@ -101,6 +101,28 @@ async def test_what_was_loaded_at_launch_is_never_replaced_by_something_of_the_s
         assert (await engine.recover("base")) is not None
 
 
+async def test_a_version_that_came_from_a_checkpoint_is_read_from_it_again_when_a_later_one_took_its_room() -> None:
+    async with fleet(checkpoints={"step-3": 3}) as engine:
+        await engine.refit_from("step-3", 3)
+        script = Script()
+        script.plan("send", "hang")
+        limits = Deadlines(receive=0.3, receive_per_gib=0)
+        handle = engine.refit_to(4, RefitOptions(deadlines=limits), script=script)
+        await asyncio.sleep(0.02)
+        engine.transport._last = None  # its room is being written to
+        await dead(engine)
+        with pytest.raises(ReplicaDied):
+            await handle
+        report = await engine.recover()
+        assert report is not None
+        assert engine.weight_version == 3
+        engine.checkpoints["step-3"] = 9
+        engine.transport._last = None
+        await dead(engine)
+        with pytest.raises(OfferRejected, match="with other content"):
+            await engine.recover()
+
+
 async def test_an_older_checkpoint_is_served_only_if_the_caller_says_so() -> None:
     async with fleet(2, checkpoints={"step-1": 1}) as engine:
         await engine.refit_to(5)
@@ -144,6 +166,18 @@ async def test_what_all_replicas_failed_to_take_is_taken_again_where_nothing_els
         report = await engine.recover()
         assert report is not None
         assert {r.weight_version for r in engine.replicas} == {1}
+
+
+async def test_a_rebase_that_all_replicas_failed_to_take_is_taken_again_as_one() -> None:
+    async with fleet(2) as engine:
+        await engine.refit_to(7)
+        for sim in engine.sims:
+            sim.script.plan("apply", "raise")
+        with pytest.raises(RemoteError, match="apply"):
+            await engine.refit_to(1, RefitOptions(rebase=True))
+        assert await engine.recover() is not None
+        assert {r.weight_version for r in engine.replicas} == {1}
+        assert engine.staleness(await engine.generate([1], FIVE)) == 0
 
 
 async def test_a_version_whose_refit_failed_is_not_brought_in_by_the_back_door() -> None:

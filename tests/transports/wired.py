@@ -46,6 +46,6 @@ class Wired(RolloutEngine):
         self.sim = WiredBackend(self.versions, weight_version=weight_version)
         super().__init__([self.sim], **options)
 
-    def offer(self, make: Any, options: Any, handle: RefitHandle) -> RefitHandle:
+    def offer(self, make: Any, options: Any, handle: RefitHandle, **more: Any) -> RefitHandle:
         self.versions[handle.refit_id] = handle.weight_version
-        return super().offer(make, options, handle)
+        return super().offer(make, options, handle, **more)
