@@ -181,7 +181,8 @@ class Completions:
     async def aclose(self) -> None:
         """Cancel what is unfinished and wait for it. Idempotent."""
         self._left = 0
-        while tasks := tuple(self._tasks or ()):
+        # Since Python 3.12 a gather of what is done ends without a turn of the loop, in which the set would lose it.
+        while tasks := [task for task in self._tasks or () if not task.done()]:
             for task in tasks:
                 task.cancel()
             await asyncio.shield(asyncio.gather(*tasks, return_exceptions=True))

@@ -50,13 +50,13 @@ class Trainer:
         from pitstop.transports import Publisher
 
         self.torch = torch
+        self.models: dict[int, Any] = {}
         self.config = AutoConfig.from_pretrained(folders[0])
         if (Path(folders[0]) / "model.safetensors").exists():
             self.weights = [load_file(f"{folder}/model.safetensors", device="cuda") for folder in folders]
         else:
             self.weights = [self.random(seed) for seed in (0, 1)]
         self.publisher = Publisher.connect(address)
-        self.models: dict[int, Any] = {}
 
     def random(self, seed: int) -> dict[str, Any]:
         made = self.torch.Generator("cuda").manual_seed(seed)
