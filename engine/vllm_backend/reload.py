@@ -41,12 +41,12 @@ class Reload:
         import torch
         from vllm.config import set_current_vllm_config
 
-        # Loaders look the configuration up, and new tensors have to appear on the worker's device. A receiver's
-        # thread has gradients on, and another device than the worker's, until it is told.
+        # Loaders look the configuration up, and new tensors have to appear on the worker's device. Both devices are
+        # a thread's own: a receiver's thread has neither until it is told.
         current: Any = contextlib.nullcontext()
         if self.device.type != "cpu":
             current = torch.get_device_module(self.device).device(self.device)
-        with torch.no_grad(), set_current_vllm_config(self.config), current, self.device:
+        with set_current_vllm_config(self.config), current, self.device:
             yield
 
     def begin(self) -> None:
