@@ -202,6 +202,10 @@ async def simulated(
             except TimeoutError:
                 record.outcomes["hung"] += 1
                 record.hung.append(repr(handle))
+            if rng.random() < 0.1:
+                # The trainer thinks: what is lost comes back without its next refit, if anything is at hand.
+                with contextlib.suppress(TimeoutError):
+                    await until(lambda: all(r.phase is Phase.SERVING for r in engine.replicas), 1.0)
             if version % 10 == 0:
                 # Faults that were planned and never met would pile up; what is asleep for a failure of `wake` wakes.
                 for sim in engine.sims:
