@@ -273,7 +273,9 @@ async def real(
             return truths[version % 2][prompt[0] - 1][index] if version == first[prompt[0]] else None
 
         checker = Checker(truth, refits + 1)
-        engine = fast_engine(paths[0], observer=checker, recovery=Recovery(attempts=10**9, backoff=0.1), **args)
+        engine = fast_engine(
+            paths[0], observer=checker, recovery=Recovery(attempts=10**9, backoff=0.1, longest=0.5), **args
+        )
         async with engine:
             stop = asyncio.Event()
             policies: dict[int, str] = {}
