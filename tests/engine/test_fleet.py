@@ -90,7 +90,7 @@ async def test_requests_that_arrive_during_a_refit_run_under_the_new_version() -
 
 
 async def test_a_request_without_a_token_is_withdrawn_at_the_swap_and_salted_anew() -> None:
-    async with fleet(delays=Delays(step=0.05)) as engine:
+    async with fleet(delays=Delays(step=0.2)) as engine:
         task = asyncio.create_task(engine.generate([1], FIVE))
         await asyncio.sleep(0.01)
         salts = [leg.request.cache_salt for leg in engine.sims[0].legs.values()]
