@@ -141,9 +141,12 @@ class Coordinator:
         self._moved.set()
 
     def _rest(self) -> None:
+        self._say_moved()
+        self._idle()
+
+    def _say_moved(self) -> None:
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
-        self._idle()
 
     async def _judge(self, asked: _Asked) -> None:
         sending: Sending | None = None
@@ -235,8 +238,9 @@ class Coordinator:
                     self.lasting = None
         if not self._closed:
             self._next()
+            self._say_moved()
             if not self.busy:
-                self._rest()
+                self._idle()
 
     @staticmethod
     def _refuse(handle: RefitHandle, error: PitstopError) -> RefitReport:

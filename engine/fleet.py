@@ -32,7 +32,7 @@ from pitstop.engine.lifecycle import Phase
 from pitstop.engine.ports import Backend, Booted, Guarded, Leg, Observer, Renderer, Scalar, Transport
 from pitstop.engine.recovery import Keeper, Recovery
 from pitstop.engine.refit import Deadlines, Policy, RefitOptions, RefitReport
-from pitstop.engine.replica import SETTLED, Replica
+from pitstop.engine.replica import ENGINE_SILENCE, SETTLED, Replica
 from pitstop.engine.request import Completion, Life, Prompt, Request, SamplingParams
 from pitstop.engine.router import Router
 from pitstop.engine.stream import Completions, Stream
@@ -42,8 +42,9 @@ log = logging.getLogger("pitstop.engine")
 
 Service = Callable[[], Coroutine[Any, Any, None]]
 
-SUBMIT_SECONDS = Deadlines().control
-"""How long an engine may take to accept a request. Until then the request holds up any refit of that replica."""
+SUBMIT_SECONDS = ENGINE_SILENCE
+"""How long an engine may take to accept a request, ten thousand others that come with it included. Until then the
+request holds up any refit of that replica."""
 
 
 class Fleet:

@@ -52,12 +52,29 @@ def usage(pids: Sequence[int] = ()) -> dict[str, int]:
         "fds": len(os.listdir("/proc/self/fd")),
         "tasks": len(asyncio.all_tasks()),
         "threads": len(os.listdir("/proc/self/task")),
-        "shm": len(os.listdir("/dev/shm")),
+        **_shared_memory(),
     }
     for pid in pids:
         with contextlib.suppress(OSError):
             here |= {"engine_rss": _resident(pid), "engine_fds": len(os.listdir(f"/proc/{pid}/fd"))}
     return here
+
+
+_seen: set[str] = set()
+
+
+def _shared_memory() -> dict[str, int]:
+    """What this process and its children use of /dev/shm, and what they have used and left there.
+
+    Others use /dev/shm too, and nothing there says whose it is.
+    """
+    used = set()
+    for pid in (os.getpid(), *descendants(os.getpid())):
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            used |= {line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line}
+    _seen.update(path for path in used if not path.endswith(" (deleted)"))
+    return {"shm": len(used), "shm_left": sum(1 for path in _seen - used if os.path.exists(path))}
 
 
 def _resident(pid: int | str) -> int:
@@ -104,7 +121,7 @@ def grown(found: dict[str, Any]) -> list[str]:
     """Name what is not flat: more than a fiftieth of memory, or anything at all of what is counted, over the run."""
     usages = list(found["usage"].values())
     first, last = usages[1], usages[-1]
-    out = [k for k in ("fds", "shm", "engine_fds") if k in first and last.get(k, 0) > first[k] + 2]
+    out = [k for k in ("fds", "shm", "shm_left", "engine_fds") if k in first and last.get(k, 0) > first[k] + 2]
     out += [k for k in ("tasks", "threads") if last[k] > first[k] + 8]
     return out + [k for k in ("rss", "engine_rss") if k in first and last.get(k, 0) > 1.02 * first[k] + (4 << 20)]
 
@@ -202,6 +219,10 @@ async def simulated(
             except TimeoutError:
                 record.outcomes["hung"] += 1
                 record.hung.append(repr(handle))
+            if rng.random() < 0.1:
+                # The trainer thinks: what is lost comes back without its next refit, if anything is at hand.
+                with contextlib.suppress(TimeoutError):
+                    await until(lambda: all(r.phase is Phase.SERVING for r in engine.replicas), 1.0)
             if version % 10 == 0:
                 # Faults that were planned and never met would pile up; what is asleep for a failure of `wake` wakes.
                 for sim in engine.sims:
@@ -269,7 +290,9 @@ async def real(
             return truths[version % 2][prompt[0] - 1][index] if version == first[prompt[0]] else None
 
         checker = Checker(truth, refits + 1)
-        engine = fast_engine(paths[0], observer=checker, recovery=Recovery(attempts=10**9, backoff=0.1), **args)
+        engine = fast_engine(
+            paths[0], observer=checker, recovery=Recovery(attempts=10**9, backoff=0.1, longest=0.5), **args
+        )
         async with engine:
             stop = asyncio.Event()
             policies: dict[int, str] = {}
@@ -319,6 +342,7 @@ async def real(
                     record.hung.append(f"recovery before version {version + 1}: {engine.replicas[0]!r}")
                     _say_where_they_are()
                     break
+                _shared_memory()
                 record.sample(version, refits, pids())
             stop.set()
             await asyncio.gather(*tasks)

@@ -448,7 +448,7 @@ def test_a_recovery_of_another_name_is_refused() -> None:
 # -- the fate of requests on a replica that is lost --------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["die", "torn"])
+@pytest.mark.parametrize("how", ["die", "torn", "die while held"])
 async def test_requests_mid_stream_waiting_in_the_engine_and_held_end_with_the_typed_error(how: str) -> None:
     async with fleet(delays=Delays(step=0.02), recovery=SLOW) as engine:
         stream = engine.stream([1], LONG)
@@ -461,9 +461,9 @@ async def test_requests_mid_stream_waiting_in_the_engine_and_held_end_with_the_t
         if how == "die":
             engine.sims[0].die()
         else:
-            kind = RemoteError
-            engine.sims[0].script.plan("finalize", "raise")
-            with pytest.raises(RemoteError, match="finalize"):
+            kind = RemoteError if how == "torn" else ReplicaDied
+            engine.sims[0].script.plan("finalize", "raise" if how == "torn" else "die")
+            with pytest.raises(kind):
                 await engine.refit_to(1, RefitOptions(policy="keep"))
         tokens = list(first.token_ids)
         with pytest.raises(kind):  # noqa: PT012 - it raises after its last chunk
