@@ -35,6 +35,8 @@ from pitstop.engine.worker_ports import Manifest, Progress, Ticket, Trailer, Wor
 
 _TAKES_REFIT = frozenset({Phase.SERVING, Phase.IDLE, Phase.QUARANTINED})
 _GONE = frozenset({Phase.DEAD, Phase.STOPPED})
+_LAST_CALL = 1.0
+"""Seconds in which a replica that has failed may still drop what has landed."""
 
 
 class _Part:
@@ -302,13 +304,16 @@ class RefitRun:
             for part in self._open_parts():
                 self._failed(part, why)
         op = WorkerOp("release", refit_id)
-        living = [p.replica for p in self._parts.values() if p.replica.phase not in _GONE]
-        await asyncio.gather(
-            *(bounded(r.call_workers(op), limit, replica=r.name, phase="release") for r in living),
-            return_exceptions=True,
-        )
+        living = [part for part in self._parts.values() if part.replica.phase not in _GONE]
+        await asyncio.gather(*(self._let_go(part, op) for part in living), return_exceptions=True)
         with contextlib.suppress(PitstopError):
             await bounded(self._transport.release(refit_id), limit, replica="", phase="release")
+
+    async def _let_go(self, part: _Part, op: WorkerOp) -> None:
+        # One that has failed may not answer at all, and its error waits for this: it has had its deadline.
+        well = part.report is not None and part.report.committed
+        limit = self._options.deadlines.control if well else min(self._options.deadlines.control, _LAST_CALL)
+        await bounded(part.replica.call_workers(op), limit, replica=part.replica.name, phase="release")
 
     @property
     def _key(self) -> str:
