@@ -407,8 +407,8 @@ class SimulatedTransport:
 
     async def watch(self, refit_id: str) -> AsyncIterator[Progress]:
         """See `Transport.watch`."""
-        queue = self._progress[refit_id]
-        while (progress := await queue.get()) is not None:
+        queue = self._progress.get(refit_id)
+        while queue is not None and (progress := await queue.get()) is not None:
             yield progress
 
     async def abort(self, refit_id: str, why: PitstopError) -> None:
