@@ -17,6 +17,7 @@ from pitstop.engine.errors import (
     NotServing,
     OfferRejected,
     PitstopError,
+    ProtocolViolation,
     RefitFailed,
     RemoteError,
     ReplicaDied,
@@ -141,7 +142,8 @@ class RefitRun:
         await self._choose(replicas)
         receivers = [layout for part in self._parts.values() for layout in part.replica.layout]
         limit = limits.receiving(self._manifest.nbytes)
-        tickets = await self._transport.plan(self._offer, self._manifest, receivers, (limit, limits.silence))
+        plan = self._transport.plan(self._offer, self._manifest, receivers, (limit, limits.silence))
+        tickets = await bounded(plan, limit, replica="fleet", phase="plan", peer="transport")
         watch = asyncio.create_task(self._watch(), name=f"watch:{self._offer.refit_id}")
         try:
             async with asyncio.timeout(limit):
@@ -286,6 +288,8 @@ class RefitRun:
         self._progressed.clear()
 
     def _check(self, trailer: Trailer) -> None:
+        if trailer.refit_id != self._offer.refit_id:
+            raise ProtocolViolation(f"a trailer of refit {trailer.refit_id}, not {self._offer.refit_id}")
         if len(trailer.digests) != len(self._manifest.rows):
             raise RefitFailed(f"the trailer has {len(trailer.digests)} digests for {len(self._manifest.rows)} tensors")
         if differing := unequal_ties(self._manifest, trailer):
