@@ -25,7 +25,7 @@ from tests.transports.children import descriptors
 from tests.transports.pits import ticking
 from tests.transports.struck import Peer, peer, train
 
-LIMITS = {"suspend": 5.0, "receive": 3.0, "finalize": 2.0, "resume": 2.0, "control": 2.5, "silence": 1.5}
+LIMITS = {"suspend": 5.0, "receive": 2.5, "finalize": 1.5, "resume": 1.5, "control": 2.2, "silence": 1.5}
 OVER = 2.0
 LAG = 0.5
 SHORT = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

@@ -168,7 +168,7 @@ class _Certain(SimulatedBackend):
 )
 async def test_a_backend_that_breaks_a_claim_is_found(kind: type[SimulatedBackend], claim: str) -> None:
     with pytest.raises(ContractBroken):
-        await BackendContract(lambda: backend_bench(kind), limit=4).check(claim)
+        await BackendContract(lambda: backend_bench(kind), limit=2).check(claim)
 
 
 async def test_what_a_bench_cannot_do_is_skipped_and_said() -> None:
