@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
@@ -120,6 +121,14 @@ class Ends:
 
         await soon(enough(), f"{count} receivers did not all end; {len(self.over)} did,", seconds)
         return sorted(self.over, key=lambda progress: (progress.replica, progress.rank))
+
+    async def attached(self, count: int, seconds: float = 10.0) -> None:
+        """Wait until `count` receivers have come; not for ever, since a transport need not say so."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while len({(p.replica, p.rank) for p in self.said}) < count:
+                    self._news.clear()
+                    await self._news.wait()
 
     async def ended(self) -> None:
         """Wait for the end of the watch itself."""

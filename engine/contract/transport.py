@@ -175,6 +175,7 @@ class TransportContract(Contract[TransportBench]):
             for rank, ticket in zip(bench.ranks, refit.tickets, strict=True):
                 await rank.receive(ticket)
             trailer = await refit.sending.send(refit.manifest, refit.tickets, bench.transport.ring(refit.refit_id))
+            await refit.ends.attached(len(bench.ranks))
             await bench.strike(bench.ranks[0])
             began = time.monotonic()
             await refit.ends.reached(1, bench.limits[1] + _OVER)

@@ -64,13 +64,13 @@ async def started(model: Path) -> AsyncIterator[Engine]:
     watched = Watched()
     engine: Any = Engine.launch(model, replicas=2, engine_args=args, start_method="fork", observer=watched)
     engine.watched, engine.handles = watched, {}
-    seal = engine._transport.seal
+    seal = engine._coordinator._transport.seal
 
     async def sealed(trailer: Trailer) -> None:
         watched.at("sent")
         await seal(trailer)
 
-    engine._transport.seal = sealed
+    engine._coordinator._transport.seal = sealed
     async with engine:
         pids = [replica.booted.pid for replica in engine.replicas]
         yield engine
@@ -170,13 +170,13 @@ async def test_a_core_that_is_struck_at_a_step_is_one_typed_error_and_the_other_
 
         engine.watched.at = strike
         async with Busy(engine) as busy:
-            with ticking() as worst:
+            with ticking() as stall:
                 await publish(trainer, 1, checkpoint("llama", 1))
                 report = await report_of(engine, 1)
                 took = time.monotonic() - struck[0]
             made = busy.made
             assert took < seconds + OVER
-            assert worst[0] < LAG
+            assert stall() < LAG
             assert report.outcome is Outcome.PARTIAL
             error = report.replicas["replica-0"].error
             assert error.slug in slugs

@@ -42,6 +42,12 @@ class Mood:
         if how:
             self._heard.send(how)
 
+    def order(self, pipe: Connection) -> Any:
+        """Wait for what comes next. A signal that comes just before a wait is not heard during it: so, short ones."""
+        while not pipe.poll(0.05):
+            pass
+        return pipe.recv()
+
     def sulk(self, *hows: str) -> None:
         """Wait until the mood is another one."""
         while self.how in hows:
@@ -95,13 +101,15 @@ def train(pipe: Connection, heard: Connection, address: str, deadlines: dict[str
 
         link._serve, link._hear = moody_serve, moody_hear
         pipe.send("connected")
-        while (order := pipe.recv()) is not None:
+        while (order := mood.order(pipe)) is not None:
             version, at, fails, path = order
             source = Held((weights(version) if path is None else _read(path)).items())
             source.at, source.fails, source.pipe, source.mood = at, fails, pipe, mood
             handle = publisher.publish(source, weight_version=version, deadlines=deadlines)
             try:
-                report = handle.result(30)
+                while not handle.done():
+                    time.sleep(0.02)
+                report = handle.result(0)
             except PitstopError as error:
                 pipe.send((error.slug, error.message, {}))
             else:
@@ -167,7 +175,7 @@ def rank(pipe: Connection, heard: Connection) -> None:
     """A worker process: does what it is asked to, one thing a time."""
     worker = Rank(Mood(heard))
     while True:
-        number, order, argument = pipe.recv()
+        number, order, argument = worker.mood.order(pipe)
         worker.mood.sulk("mute", "silent")
         try:
             answer = worker.ask(order, argument)
