@@ -157,27 +157,31 @@ def _twin_sent(name: str, inventory: Inventory, sent: Mapping[str, int]) -> bool
 
 
 def _same_form(offer: Offer, rows: list[Routed]) -> None:
-    shapes: list[str] = []
-    dtypes: list[str] = []
-    lossy: list[str] = []
+    shapes: dict[str, str] = {}
+    dtypes: dict[str, str] = {}
+    lossy: dict[str, str] = {}
     for row in rows:
         sent, wanted = offer.tensors[row.index], row.spec
         if tuple(sent.shape) != tuple(wanted.shape):
-            shapes.append(f"{wanted.name} is {list(sent.shape)}, not {list(wanted.shape)}")
+            shapes[wanted.name] = f"{wanted.name} is {list(sent.shape)}, not {list(wanted.shape)}"
         elif sent.dtype != wanted.dtype:
             castable = offer.cast == "inventory" and {sent.dtype, wanted.dtype} <= _FLOATS
             if not castable:
-                (lossy if offer.cast else dtypes).append(f"{wanted.name} is {sent.dtype}, not {wanted.dtype}")
+                wrong = lossy if offer.cast else dtypes
+                wrong[wanted.name] = f"{wanted.name} is {sent.dtype}, not {wanted.dtype}"
     if shapes:
-        raise ShapeMismatch(f"{len(shapes)} shapes differ from the model's: {names(shapes)}", tensor=min(shapes))
+        raise ShapeMismatch(
+            f"{len(shapes)} shapes differ from the model's: {names(list(shapes.values()))}", tensor=min(shapes)
+        )
     if dtypes:
+        said = names(list(dtypes.values()))
         raise DtypeMismatch(
-            f'{len(dtypes)} dtypes differ from the model\'s: {names(dtypes)}; pass cast="inventory" to have '
+            f'{len(dtypes)} dtypes differ from the model\'s: {said}; pass cast="inventory" to have '
             "floating-point tensors cast to the model's dtypes before they are sent",
             tensor=min(dtypes),
         )
     if lossy:
-        raise DtypeMismatch(f"{len(lossy)} tensors cannot be cast: {names(lossy)}", tensor=min(lossy))
+        raise DtypeMismatch(f"{len(lossy)} tensors cannot be cast: {names(list(lossy.values()))}", tensor=min(lossy))
 
 
 def unequal_ties(manifest: Manifest, trailer: Trailer) -> list[str]:

@@ -19,6 +19,7 @@ from pitstop.engine.errors import (
     NotServing,
     OfferRejected,
     PitstopError,
+    ProtocolViolation,
     RefitFailed,
     RemoteError,
     ReplicaDied,
@@ -37,6 +38,8 @@ from pitstop.engine.worker_ports import Manifest, Progress, Ticket, Trailer, Wor
 
 _TAKES_REFIT = frozenset({Phase.SERVING, Phase.IDLE, Phase.QUARANTINED})
 _GONE = frozenset({Phase.DEAD, Phase.STOPPED})
+_LAST_CALL = 1.0
+"""Seconds in which a replica that has failed may still drop what has landed."""
 
 
 class RefitRun:
@@ -137,9 +140,8 @@ class RefitRun:
         await self._choose(replicas)
         receivers = [layout for part in self._parts.values() for layout in part.replica.layout]
         limit = limits.receiving(self._manifest.nbytes)
-        tickets = await self._transport.plan(
-            self._offer, self._manifest, receivers, (limit, limits.silence), self._options.mode
-        )
+        plan = self._transport.plan(self._offer, self._manifest, receivers, (limit, limits.silence), self._options.mode)
+        tickets = await bounded(plan, limit, replica="fleet", phase="plan", peer="transport")
         self._mode = "in_place" if tickets[0].in_place else "staged"
         watch = asyncio.create_task(self._watch(), name=f"watch:{refit_id}")
         try:
@@ -329,6 +331,8 @@ class RefitRun:
             self._progressed.clear()
 
     def _check(self, trailer: Trailer) -> None:
+        if trailer.refit_id != self._offer.refit_id:
+            raise ProtocolViolation(f"a trailer of refit {trailer.refit_id}, not {self._offer.refit_id}")
         if len(trailer.digests) != len(self._manifest.rows):
             raise RefitFailed(f"the trailer has {len(trailer.digests)} digests for {len(self._manifest.rows)} tensors")
         if differing := unequal_ties(self._manifest, trailer):
@@ -347,13 +351,16 @@ class RefitRun:
             for part in self._open_parts():
                 self._failed(part, why)
         op = WorkerOp("release", refit_id)
-        living = [p.replica for p in self._parts.values() if p.replica.phase not in _GONE]
-        await asyncio.gather(
-            *(bounded(r.call_workers(op), limit, replica=r.name, phase="release") for r in living),
-            return_exceptions=True,
-        )
+        living = [part for part in self._parts.values() if part.replica.phase not in _GONE]
+        await asyncio.gather(*(self._let_go(part, op) for part in living), return_exceptions=True)
         with contextlib.suppress(PitstopError):
             await bounded(self._transport.release(refit_id), limit, replica="", phase="release")
+
+    async def _let_go(self, part: Part, op: WorkerOp) -> None:
+        # One that has failed may not answer at all, and its error waits for this: it has had its deadline.
+        well = part.report is not None and part.report.committed
+        limit = self._options.deadlines.control if well else min(self._options.deadlines.control, _LAST_CALL)
+        await bounded(part.replica.call_workers(op), limit, replica=part.replica.name, phase="release")
 
     @property
     def _key(self) -> str:

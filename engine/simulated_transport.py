@@ -215,8 +215,8 @@ class SimulatedTransport:
 
     async def watch(self, refit_id: str) -> AsyncIterator[Progress]:
         """See `Transport.watch`."""
-        queue = self._refits[refit_id].progress
-        while (progress := await queue.get()) is not None:
+        refit = self._refits.get(refit_id)
+        while refit is not None and (progress := await refit.progress.get()) is not None:
             yield progress
 
     async def abort(self, refit_id: str, why: PitstopError) -> None:

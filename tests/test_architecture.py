@@ -36,7 +36,7 @@ DRIVERS = (
     "intake",
 )
 SIMULATION = ("simulated", "simulated_transport")
-ADAPTERS = ("simulated", "vllm_backend")
+ADAPTERS = ("simulated", "vllm_backend", "faultkit", "contract")
 COMPOSERS = ("launch", "__main__", "demo")
 HEAVY = ("torch", "vllm", "ray", "transformers", "opentelemetry.sdk")
 LONGEST = 450
@@ -81,6 +81,8 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
         pytest.param(engine("ports"), engine(*PURE), (), id="ports import pure modules"),
         pytest.param(engine(*DRIVERS), engine(*PURE, *DRIVERS), ("anyio",), id="drivers add anyio"),
         pytest.param(engine(*SIMULATION), engine(*PURE, *SIMULATION), ("anyio",), id="the simulation knows ports"),
+        pytest.param(engine("faultkit"), engine(*PURE, "faultkit"), (), id="the fault kit knows ports"),
+        pytest.param(engine("contract"), engine(*PURE, "contract"), ("torch",), id="the contract knows ports"),
         pytest.param(engine("vllm_backend"), engine(*PURE, "vllm_backend"), None, id="the vLLM adapter knows ports"),
         pytest.param(
             ("pitstop.transports",),

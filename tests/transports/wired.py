@@ -25,7 +25,7 @@ class WiredBackend(SimulatedBackend):
         self._versions = versions
         self._workers: dict[str, Worker] = {}
 
-    def receiver(self, ticket: Ticket, _backend: SimulatedBackend) -> None:
+    def receive(self, ticket: Ticket, _backend: SimulatedBackend) -> None:
         self._workers[ticket.refit_id] = worker = Worker()
         worker.receive(ticket)
 
