@@ -227,10 +227,11 @@ class Coordinator:
         run, self._running = self._running and self._running[0], None
         if run is not None and run.digests is not None:
             self.sealed = run.place
-            if self._ledger.newest == run.place and run.place not in self._known:
-                # A replica has held it for a moment at least, even if it was lost before it served.
-                self._known.clear()
-                self._known[run.place] = run.digests
+            if self._ledger.newest == run.place:
+                if run.place not in self._known:
+                    # A replica has held it for a moment at least, even if it was lost before it served.
+                    self._known.clear()
+                    self._known[run.place] = run.digests
                 again = self._agains.get(run)
                 if again is not None:
                     self.lasting = run.place, again

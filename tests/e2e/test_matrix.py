@@ -50,9 +50,9 @@ class Engine(RolloutEngine):
     watched: Watched
     handles: dict[int, RefitHandle]
 
-    def offer(self, make: Any, options: Any, handle: RefitHandle) -> RefitHandle:
+    def offer(self, make: Any, options: Any, handle: RefitHandle, **more: Any) -> RefitHandle:
         self.handles[handle.weight_version] = handle
-        return super().offer(make, options, handle)
+        return super().offer(make, options, handle, **more)
 
 
 @contextlib.asynccontextmanager

@@ -54,7 +54,7 @@ class SimRank:
 
     async def receive(self, ticket: Ticket) -> None:
         self._backend, self._refit_id = SimulatedBackend(), ticket.refit_id
-        self._transport.receiver(ticket, self._backend)
+        self._transport.receive(ticket, self._backend)
 
     async def content(self) -> Mapping[str, str] | None:
         version = None if self._backend is None else self._backend._staged.get(self._refit_id)

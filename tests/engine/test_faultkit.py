@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -206,18 +205,6 @@ async def test_a_fault_in_what_comes_after_a_refit_does_not_change_how_it_ended(
 
 async def test_an_engine_that_says_landed_before_it_has_changes_nothing() -> None:
     async with Fleeted() as engine:
-        transport = engine.sims[0].transport
-        assert transport is not None
-        heard = transport.receiver
-
-        def receiver(ticket: Any, backend: SimulatedBackend) -> None:
-            heard(ticket, backend)
-            from pitstop.engine.worker_ports import Progress
-
-            attached = Progress(ticket.refit_id, ticket.replica, ticket.incarnation, ticket.rank, "attached")
-            transport._progress[ticket.refit_id].put_nowait(attached)
-
-        transport.receiver = receiver  # type: ignore[method-assign]
         engine.script.plan("attached", "lie")
         engine.script.plan("send", "hang")
         report = await engine.refitted(1)

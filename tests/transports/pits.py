@@ -114,10 +114,10 @@ class Pits(RolloutEngine):
         self.at("offer")
         super()._offered(sending)
 
-    def offer(self, make: Any, options: Any, handle: RefitHandle) -> RefitHandle:
+    def offer(self, make: Any, options: Any, handle: RefitHandle, **more: Any) -> RefitHandle:
         self.versions[handle.refit_id] = handle.weight_version
         self.handles[handle.weight_version] = handle
-        return super().offer(make, options, handle)
+        return super().offer(make, options, handle, **more)
 
     async def over(self, version: int) -> tuple[RefitReport, float]:
         """Wait for the end of a refit; return its report, and when it came."""
