@@ -145,15 +145,28 @@ class Rank(Worker):
         class Moody(SegmentReceiver):
             def _listen(self, line: Any, limit: Any, seconds: float) -> Any:
                 mood.sulk("silent")
+                unheard: list[Any] = []
                 while mood.how == "mute":
-                    line._unread += line.pump(0.1)  # what it has not listened to is there when it does
+                    unheard += line.pump(0.1)
                     time.sleep(0.05)
+                line._unread = unheard + line._unread  # what it has not listened to is there when it does
                 return super()._listen(line, limit, seconds)
 
+        self.sink = _FailingSink()
         self.sink.fails = self.fails
         self._receiver = Moody(ticket)
         self._thread = threading.Thread(target=self._receiver.run, args=(self.sink,))
         self._thread.start()
+
+    def release(self) -> None:
+        """Let go, as a worker of an engine does: it is not kept by a receiver that takes its time to end."""
+        import threading
+
+        self.sink.release()
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.abort()
+            threading.Thread(target=receiver.close).start()
 
     def fail(self, where: str) -> None:
         self.fails = where
