@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -64,7 +65,9 @@ class Held(TensorSource):
 
     def pack(self, slots: Any, into: Any, digests: Any) -> Iterator[int]:
         for n, slot in enumerate(slots):
-            if n == self.at:
+            # By row, and not by number: a ring has a row packed in parts, and one without content not at all.
+            if 0 <= self.at <= slot.index:
+                self.at = -1
                 self.pipe.send("held")
                 while self.mood.how == "mute" or not self.pipe.poll():
                     time.sleep(0.02)
@@ -138,11 +141,11 @@ class Rank(Worker):
     def receive(self, ticket: Ticket) -> None:
         import threading
 
-        from pitstop.transports.shared_memory import SegmentReceiver
-
         mood = self.mood
+        module, _, name = ticket.receiver.partition(":")
+        kind: Any = getattr(import_module(module), name)
 
-        class Moody(SegmentReceiver):
+        class Moody(kind):  # type: ignore[misc]
             def _listen(self, line: Any, limit: Any, seconds: float) -> Any:
                 mood.sulk("silent")
                 unheard: list[Any] = []
