@@ -23,7 +23,7 @@ from tests.transports.test_publisher import shas
 from tests.transports.weights import weights
 
 LIMITS: Final = {
-    "suspend": 3.0, "receive": 3.2, "receive_per_gib": 1.0, "finalize": 1.5, "control": 2.5, "silence": 1.5,
+    "suspend": 3.0, "receive": 4.0, "receive_per_gib": 1.0, "finalize": 1.5, "control": 2.5, "silence": 2.0,
 }  # fmt: skip
 """Of every refit of the matrix, in seconds. A `control` above `OVER` shows an error that waits for two."""
 

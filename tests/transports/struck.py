@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -64,7 +65,9 @@ class Held(TensorSource):
 
     def pack(self, slots: Any, into: Any, digests: Any) -> Iterator[int]:
         for n, slot in enumerate(slots):
-            if n == self.at:
+            # By row, and not by number: a ring has a row packed in parts, and one without content not at all.
+            if 0 <= self.at <= slot.index:
+                self.at = -1
                 self.pipe.send("held")
                 while self.mood.how == "mute" or not self.pipe.poll():
                     time.sleep(0.02)
@@ -138,22 +141,35 @@ class Rank(Worker):
     def receive(self, ticket: Ticket) -> None:
         import threading
 
-        from pitstop.transports.shared_memory import SegmentReceiver
-
         mood = self.mood
+        module, _, name = ticket.receiver.partition(":")
+        kind: Any = getattr(import_module(module), name)
 
-        class Moody(SegmentReceiver):
+        class Moody(kind):  # type: ignore[misc]
             def _listen(self, line: Any, limit: Any, seconds: float) -> Any:
                 mood.sulk("silent")
+                unheard: list[Any] = []
                 while mood.how == "mute":
-                    line._unread += line.pump(0.1)  # what it has not listened to is there when it does
+                    unheard += line.pump(0.1)
                     time.sleep(0.05)
+                line._unread = unheard + line._unread  # what it has not listened to is there when it does
                 return super()._listen(line, limit, seconds)
 
+        self.sink = _FailingSink()
         self.sink.fails = self.fails
         self._receiver = Moody(ticket)
         self._thread = threading.Thread(target=self._receiver.run, args=(self.sink,))
         self._thread.start()
+
+    def release(self) -> None:
+        """Let go, as a worker of an engine does: it is not kept by a receiver that takes its time to end."""
+        import threading
+
+        self.sink.release()
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.abort()
+            threading.Thread(target=receiver.close).start()
 
     def fail(self, where: str) -> None:
         self.fails = where
