@@ -104,7 +104,7 @@ class Trainer:
     ) -> list[float]:
         """Logprobs of ids[start:end]; `cached` says whose cache the first so many positions come from."""
         torch = self.torch
-        with torch.inference_mode():
+        with torch.no_grad():
             row = torch.tensor([ids], device="cuda")
             past, first = None, 0
             if cached is not None:
@@ -201,8 +201,7 @@ async def policies(engine: RolloutEngine, trainer: Child, version: int, held: di
             out[f"{mode}_{policy}"] = seen
             assert seen["outcome"] == "committed", seen
             assert seen["transport"] == "cuda_ipc", seen
-            for right, wrong in seen["segments"]:
-                assert right < RIGHT < WRONG < wrong, (mode, policy, seen["segments"])
+            said(mode, policy, seen["spans"], seen["finish"], seen["segments"])
     return out
 
 
@@ -242,6 +241,9 @@ async def run(shape: str, out: dict[str, Any]) -> None:
             out |= await policies(engine, trainer, version, held)
             version = max(held)
             out["killed"] = await killed(engine, trainer, [t0, t1], version, truth)
+            for seen in (value for value in out.values() if isinstance(value, dict) and "segments" in value):
+                for right, wrong in seen["segments"]:
+                    assert right < RIGHT < WRONG < wrong, seen["segments"]
 
 
 async def killed(
