@@ -29,7 +29,7 @@ from typing import Any
 import pitstop.engine.actions
 import pitstop.engine.fleet
 from pitstop.engine import Completion, Deadlines, Fleet, Outcome, Phase, Recovery, RefitOptions, SamplingParams
-from pitstop.engine.errors import PitstopError
+from pitstop.engine.errors import NotServing, PitstopError
 from pitstop.engine.refit import POLICIES
 from pitstop.engine.simulated import Delays, Script, SimulatedBackend, token_for
 from pitstop.engine.vllm_backend.processes import descendants
@@ -147,6 +147,9 @@ async def _consumer(engine: Fleet, checker: Checker, record: Record, seed: int, 
             end = str(stream.finish_reason)
         except PitstopError as error:
             end = error.slug
+            if isinstance(error, NotServing):
+                phases = sorted(r.phase.value for r in engine.replicas)
+                checker.counts[f"not serving with {' '.join(phases)}"] += 1
             await asyncio.sleep(0.001)
         except TimeoutError:
             end = "hung"
