@@ -29,7 +29,7 @@ from typing import Any
 import pitstop.engine.actions
 import pitstop.engine.fleet
 from pitstop.engine import Completion, Deadlines, Fleet, Outcome, Phase, Recovery, RefitOptions, SamplingParams
-from pitstop.engine.errors import PitstopError
+from pitstop.engine.errors import NotServing, PitstopError
 from pitstop.engine.refit import POLICIES
 from pitstop.engine.simulated import Delays, Script, SimulatedBackend, token_for
 from pitstop.engine.vllm_backend.processes import descendants
@@ -90,6 +90,7 @@ class Record:
     faults: Counter[str] = field(default_factory=Counter)
     samples: list[tuple[int, dict[str, int]]] = field(default_factory=list)
     hung: list[str] = field(default_factory=list)
+    recoveries: list[float] = field(default_factory=list)
 
     def sample(self, done: int, refits: int, pids: Sequence[int] = ()) -> None:
         """Take a sample at the start, and after every twentieth part of the run."""
@@ -104,6 +105,7 @@ class Record:
             "events": checker.events, "offences": dict(checker.offences), "examples": checker.examples,
             "hung": self.hung, "ends": dict(checker.ends), "outcomes": dict(self.outcomes),
             "faults": dict(self.faults), "counts": dict(sorted(checker.counts.items())),
+            "recovery_seconds": sorted(round(s, 1) for s in self.recoveries),
             "usage": {str(n): u for n, u in shown},
             "slope_per_1000_refits": {name: slope(settled, name) for name in settled[0][1]},
         }  # fmt: skip
@@ -147,6 +149,9 @@ async def _consumer(engine: Fleet, checker: Checker, record: Record, seed: int, 
             end = str(stream.finish_reason)
         except PitstopError as error:
             end = error.slug
+            if isinstance(error, NotServing):
+                phases = sorted(r.phase.value for r in engine.replicas)
+                checker.counts[f"not serving with {' '.join(phases)}"] += 1
             await asyncio.sleep(0.001)
         except TimeoutError:
             end = "hung"
@@ -300,7 +305,8 @@ async def real(
             async def consumer(n: int) -> None:
                 while not stop.is_set():
                     try:
-                        async with asyncio.timeout(PATIENCE):
+                        # Beyond what the start of an engine takes where others use the machine too.
+                        async with asyncio.timeout(2 * PATIENCE):
                             done = await anext(engine.generate_async([prompts[n]], params))
                     except TimeoutError:
                         record.hung.append(f"request of consumer {n}")
@@ -323,10 +329,12 @@ async def real(
             for version in range(1, refits + 1):
                 policies[version] = POLICIES[version % 2]  # keep, recompute: those that continue across a swap
                 handle = engine.refit(paths[version % 2], weight_version=version, policy=policies[version])  # type: ignore[arg-type]
+                killed_at = 0.0
                 if version % kill_every == 0:
                     await asyncio.sleep(rng.uniform(0, 0.1))
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pids()[0], signal.SIGKILL)
+                    killed_at = time.monotonic()
                     record.faults["kill"] += 1
                 try:
                     async with asyncio.timeout(PATIENCE):
@@ -342,6 +350,8 @@ async def real(
                     record.hung.append(f"recovery before version {version + 1}: {engine.replicas[0]!r}")
                     _say_where_they_are()
                     break
+                if killed_at:
+                    record.recoveries.append(time.monotonic() - killed_at)
                 _shared_memory()
                 record.sample(version, refits, pids())
             stop.set()
