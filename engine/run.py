@@ -195,7 +195,19 @@ class RefitRun:
         if not self._open_parts():
             return
         ring = self._transport.ring(self._offer.refit_id) if tickets[0].slots else None
-        trailer = await self._sending.send(self._manifest, tickets, ring)
+        sending = asyncio.create_task(self._sending.send(self._manifest, tickets, ring), name="send")
+        nobody = asyncio.create_task(self._while(self._open_parts), name="nobody")
+        try:
+            await asyncio.wait({sending, nobody}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            nobody.cancel()
+            if not sending.done():
+                # Nobody is left to send to, or nobody waits for it: the trainer is told, and has its source back.
+                sending.cancel()
+                await asyncio.wait({sending})
+        if sending.cancelled() or not self._open_parts():
+            return
+        trailer = sending.result()
         self._sent_seconds = time.monotonic() - self._began
         self._check(trailer)
         self.handle.sent.reached()

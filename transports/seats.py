@@ -15,18 +15,28 @@ from pitstop.transports.messages import Cancel, Drained, Filled, FromEngine, Len
 from pitstop.transports.pace import Pace
 from pitstop.transports.pool import Lease
 
-OVERDUE_SILENCES: Final = 6
-"""A reader is evicted when it takes longer over one bucket than this many of the silences that it is allowed."""
+_SILENCES: Final = 6
+_SHARE: Final = 3
+
+
+def patience(receive_s: float, silence_s: float) -> float:
+    """Return how many seconds a reader may take over one bucket before it is evicted.
+
+    Several silences, since what it does meanwhile is work; and a part of the time that all have, so that the others
+    can still land after it.
+    """
+    return max(silence_s, min(_SILENCES * silence_s, receive_s / _SHARE))
 
 
 class Underway:
     """One refit from its plan to its release."""
 
-    def __init__(self, offer: Offer, manifest: Manifest, lease: Lease | None, silence_s: float) -> None:
+    def __init__(self, offer: Offer, manifest: Manifest, lease: Lease | None, limits: tuple[float, float]) -> None:
         self.offer = offer
         self.manifest = manifest
         self.lease = lease
-        self.silence_s = silence_s
+        self.silence_s = limits[1]
+        self.patience = patience(*limits)
         self.ring: Pacing | None = None
         self.seats: dict[str, Seated] = {}
         self.progress: asyncio.Queue[Progress | None] = asyncio.Queue()
@@ -47,8 +57,8 @@ class Underway:
         for seat in self.seats.values():
             seat.tick()
         if self.ring is not None:
-            for token in self.ring.pace.overdue(OVERDUE_SILENCES * self.silence_s):
-                self.seats[token].evict(OVERDUE_SILENCES * self.silence_s)
+            for token in self.ring.pace.overdue(self.patience):
+                self.seats[token].evict(self.patience)
 
 
 class Pacing:

@@ -87,7 +87,7 @@ class SharedMemoryTransport:
             lease = self._pool.again(offer.refit_id, replay)
             if lease is None:
                 raise OfferRejected(f"version {offer.weight_version} no longer lies in shared memory")
-        refit = Underway(offer, manifest, lease, limits[1])
+        refit = Underway(offer, manifest, lease, limits)
         if way.slots:
             refit.paced(len(await asyncio.to_thread(cut, specs, way.slot_nbytes)), way.slots)
         self._refits[offer.refit_id] = refit
@@ -112,6 +112,8 @@ class SharedMemoryTransport:
         """See `Transport.seal`."""
         refit = self._refits.get(trailer.refit_id)
         if refit is not None and refit.last_word is None:
+            # What came through a ring lies nowhere; and what lay somewhere is no longer the last version.
+            self._sealed = None
             if refit.lease is not None and refit.ring is None:
                 self._sealed = refit.lease, Replay(refit.offer, refit.manifest, trailer.digests)
             refit.last_word = Seal(trailer.refit_id, words(trailer.digests))

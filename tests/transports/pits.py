@@ -17,6 +17,7 @@ from pitstop.engine.ports import Transition
 from pitstop.engine.refit import RefitReport
 from pitstop.engine.simulated import TORN
 from pitstop.engine.worker_ports import Trailer
+from pitstop.transports import Buffers
 from tests.engine.sim import Log, expected
 from tests.transports.struck import How, Peer, RankBackend, peer, train
 from tests.transports.test_publisher import shas
@@ -30,7 +31,10 @@ LIMITS: Final = {
 OVER: Final = 2.0
 """Seconds that an error may come after its deadline."""
 
-PATHS: Final[dict[str, dict[str, Any]]] = {"segment": {}}
+PATHS: Final[dict[str, dict[str, Any]]] = {
+    "segment": {},
+    "ring": {"buffers": Buffers(most_nbytes=0, slots=2, slot_nbytes=8192)},
+}
 """How bytes travel: by name, what the engine is made with."""
 
 Where = Literal["offer", "first", "middle", "last", "sent", "apply", "finalize"]
@@ -88,7 +92,9 @@ def end_of(row: Row) -> End:
         return End(partial, receive, Phase.QUARANTINED, LIMITS["receive" if row.where == "apply" else "finalize"])
     if row.how == "mute":
         return End(partial, receive, Phase.SERVING, LIMITS["receive"])
-    return End(partial, silence, Phase.SERVING, LIMITS["silence"])
+    # Who says nothing does nothing for its buckets either: whichever limit comes first.
+    slugs = silence | receive if row.path == "ring" else silence
+    return End(partial, slugs, Phase.SERVING, LIMITS["silence"])
 
 
 class Pits(RolloutEngine):
