@@ -239,6 +239,7 @@ class RolloutEngine(Fleet):
             sending = memory_sending(source, weight_version=weight_version, cast=cast, headers=said, refit_id=refit_id)
 
             async def make() -> Sending:
+                await sending.readable()
                 return sending
 
         return self.offer(make, options, handle, again=again)

@@ -16,10 +16,11 @@ from pitstop.engine.errors import CheckpointUnreadable, DeadlineExceeded, LocalE
 from pitstop.engine.ports import NullObserver, Observer, Ring, Work
 from pitstop.engine.refit import RefitReport
 from pitstop.engine.worker_ports import Manifest, Offer, Ticket, Trailer
+from pitstop.transports.aside import aside
 from pitstop.transports.checkpoint_source import CheckpointSource
 from pitstop.transports.packing import Slot, Source
 from pitstop.transports.pool import WRITING
-from pitstop.transports.pouring import Geometry, pour, pour_lent
+from pitstop.transports.pouring import Geometry, pour, pour_lent, prepare_lent
 from pitstop.transports.segment import Kept
 from pitstop.transports.sources import Publishable, device_of, source_of
 
@@ -121,6 +122,12 @@ class MemorySending:
         self._observer = observer or NullObserver()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+
+    async def readable(self, seconds: float = 60.0) -> None:
+        """Return when what it takes to read the source is there, or after so long."""
+        if self.offer.device:
+            # An engine that receives in place would wait for the kernels, suspended.
+            await asyncio.wait({asyncio.wrap_future(aside(lambda: prepare_lent(self.offer.device)))}, timeout=seconds)
 
     async def send(self, manifest: Manifest, tickets: Sequence[Ticket], ring: Ring | None = None) -> Trailer:
         """See `Sending.send`. Ends soon when cancelled; the source is not read any more then.

@@ -19,6 +19,9 @@ from pitstop.transports.messages import Settled
 from pitstop.transports.packing import Source
 from pitstop.transports.reports import reported
 
+_DONE: Final[Future[None]] = Future()
+_DONE.set_result(None)
+
 
 class PublishHandle:
     """Returned at once by `publish`. `result` blocks; `await handle` works on any asyncio loop.
@@ -51,6 +54,7 @@ class PublishHandle:
         self.key: Final = f"send_weights:{offer.refit_id}"
         self.since: Final = monotonic()
         self.offered = False
+        self.kernels: Future[None] = _DONE  #: what it takes to read the source
         self.number = 0  #: its publisher's how-manieth it is
         self.drained = 0  #: buckets of its ring that every receiver is done with
         self.cancelled: PitstopError | None = None

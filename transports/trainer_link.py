@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 _LOG: Final = logging.getLogger(__name__)
 _FAREWELL_S: Final = 1.0
 _RETRY_S: Final = 0.5
+_KERNELS_S: Final = 60.0
+"""Seconds after which a version is offered although its kernels are not there yet."""
 
 
 class TrainerLink:
@@ -95,7 +97,8 @@ class TrainerLink:
             else:
                 handle.opened(observer, self.transport)
             if handle.offer.device:
-                aside(lambda: prepare_lent(handle.offer.device))
+                # Offered when its kernels are there: an engine that receives in place would wait for them, suspended.
+                handle.kernels = aside(lambda: prepare_lent(handle.offer.device), self._line.wake)
             handle.number = self._count
             self._count += 1
             self._handles[handle.refit_id] = handle
@@ -180,7 +183,7 @@ class TrainerLink:
         """Say what there is to say, hear what the engine says."""
         # No more than the engine takes of one client: the rest waits here, in order, until some have ended.
         room = MOST_OPEN - sum(handle.offered for handle in self._open_handles()) if self._new else 0
-        while self._new and room > 0:
+        while self._new and room > 0 and _readable(self._new[0]):
             room -= 1
             handle = self._new.popleft()
             handle.offered = True
@@ -316,3 +319,7 @@ class TrainerLink:
         with self._lock:
             self._handles.pop(handle.refit_id, None)
         handle.end(None, error)
+
+
+def _readable(handle: PublishHandle) -> bool:
+    return handle.kernels.done() or monotonic() - handle.since > _KERNELS_S
