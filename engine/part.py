@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pitstop.engine.errors import PitstopError
-from pitstop.engine.job import Incoming, Job
+from pitstop.engine.job import Incoming, Job, bounded
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.ports import Observer, Work
 from pitstop.engine.refit import ReplicaReport
 from pitstop.engine.replica import Replica
 from pitstop.engine.staging import Staging, StagingBegan, StagingDropped, StagingEnded, advance
-from pitstop.engine.worker_ports import Progress, Ticket
+from pitstop.engine.worker_ports import Progress, Ticket, WorkerLayout, WorkerOp
 
 
 class Part:
@@ -60,6 +61,14 @@ class Part:
         """Choose the tickets of the replica's present life."""
         name, life = self.replica.name, self.replica.incarnation
         return tuple(ticket for ticket in tickets if (ticket.replica, ticket.incarnation) == (name, life))
+
+    async def spare(self, limit: float) -> list[WorkerLayout]:
+        """Return its ranks with the memory that their GPUs have to spare now: others may have taken some since boot."""
+        name = self.replica.name
+        asking = self.replica.call_workers(WorkerOp("describe"))
+        replies = await bounded(asking, limit, replica=name, phase="plan")
+        now = {reply.rank: reply.layout.spare_nbytes for reply in replies if reply.layout is not None}
+        return [replace(rank, spare_nbytes=now.get(rank.rank, 0)) for rank in self.replica.layout]
 
     def heard(self, progress: Progress) -> None:
         """Book what a rank reports, and let the replica know."""

@@ -34,7 +34,7 @@ from pitstop.engine.part import Part
 from pitstop.engine.ports import Observer, Scalar, Sending, Transport, Work
 from pitstop.engine.refit import Outcome, RefitOptions, RefitReport, ReplicaReport, outcome, unequal_ties
 from pitstop.engine.replica import SETTLED, Replica
-from pitstop.engine.worker_ports import Manifest, Progress, Ticket, Trailer, WorkerOp
+from pitstop.engine.worker_ports import Manifest, Progress, Ticket, Trailer, WorkerLayout, WorkerOp
 
 _TAKES_REFIT = frozenset({Phase.SERVING, Phase.IDLE, Phase.QUARANTINED})
 _GONE = frozenset({Phase.DEAD, Phase.STOPPED})
@@ -138,7 +138,9 @@ class RefitRun:
     async def _do(self, replicas: Sequence[Replica]) -> None:
         limits, refit_id = self._options.deadlines, self._offer.refit_id
         await self._choose(replicas)
-        receivers = [layout for part in self._parts.values() for layout in part.replica.layout]
+        receivers = await self._receivers()
+        if not receivers:
+            return
         limit = limits.receiving(self._manifest.nbytes)
         plan = self._transport.plan(self._offer, self._manifest, receivers, (limit, limits.silence), self._options.mode)
         tickets = await bounded(plan, limit, replica="fleet", phase="plan", peer="transport")
@@ -156,6 +158,18 @@ class RefitRun:
             await self._while(self._open_parts)
         finally:
             watch.cancel()
+
+    async def _receivers(self) -> list[WorkerLayout]:
+        """Return every rank that takes part, with what its GPU has to spare now if that decides anything."""
+        parts, device = self._open_parts(), self._offer.device
+        if device and any(rank.device_id == device for part in parts for rank in part.replica.layout):
+            limit = self._options.deadlines.control
+            asked = await asyncio.gather(*(part.spare(limit) for part in parts), return_exceptions=True)
+            for part, found in zip(parts, asked, strict=True):
+                if isinstance(found, BaseException):
+                    self._failed(part, _known(found))
+            return [rank for found in asked if not isinstance(found, BaseException) for rank in found]
+        return [rank for part in parts for rank in part.replica.layout]
 
     async def _staged(self, tickets: Sequence[Ticket], limit: float) -> None:
         try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, Final, Protocol
 
-from pitstop.engine.errors import DigestMismatch, ProtocolViolation, names
+from pitstop.engine.errors import DigestMismatch, ProtocolViolation, WorkerFailed, names
 from pitstop.engine.worker_ports import ITEMSIZE, TensorSpec, Ticket
 from pitstop.transports.buckets import cut
 from pitstop.transports.digest import COPY, Work
@@ -121,12 +121,21 @@ class DeviceDrainer:
     """Implements `Drainer` on the GPU where the trainer lends its ring."""
 
     def __init__(self, ticket: Ticket, handle: bytes, nbytes: int) -> None:
+        import torch
+
         from pitstop.transports import cuda_memory
         from pitstop.transports.cuda_ring import Drainer as CudaDrainer
 
         self._ring = cuda_memory.borrow(ticket.address, cuda_memory.device_of(ticket.device), handle, nbytes)
         specs = [placed.spec for placed in ticket.tensors]
-        self._drainer = CudaDrainer(self._ring, specs, ticket.slots, ticket.slot_nbytes, in_place=ticket.in_place)
+        try:
+            self._drainer = CudaDrainer(self._ring, specs, ticket.slots, ticket.slot_nbytes, in_place=ticket.in_place)
+        except torch.OutOfMemoryError as error:
+            raise WorkerFailed(
+                f"no memory on {ticket.device} to stage a version: ask for mode in_place, or leave the engine less of it "
+                f"for its cache ({str(error).partition('.')[0]})",
+                operation="receive", rank=ticket.rank, replica=ticket.replica,
+            ) from None  # fmt: skip
         self._whole: list[int] = []
 
     @property
