@@ -132,7 +132,7 @@ class DeviceDrainer:
             self._drainer = CudaDrainer(self._ring, specs, ticket.slots, ticket.slot_nbytes, in_place=ticket.in_place)
         except torch.OutOfMemoryError as error:
             raise WorkerFailed(
-                f"no memory on {ticket.device} to stage a version: ask for mode in_place, or leave the engine less of it "
+                f"no memory on {ticket.device} to stage a version: ask for mode in_place, or leave the engine less "
                 f"for its cache ({str(error).partition('.')[0]})",
                 operation="receive", rank=ticket.rank, replica=ticket.replica,
             ) from None  # fmt: skip
