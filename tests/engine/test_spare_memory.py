@@ -47,7 +47,7 @@ async def seen(device: str, *spare: int) -> tuple[list[tuple[str, int]], Outcome
             return await plan(offer, manifest, receivers, *more)
 
         assert isinstance(engine.transport, SimulatedTransport)
-        engine.transport.plan = planned  # type: ignore[method-assign]
+        engine.transport.plan = planned  # type: ignore[method-assign, assignment]
         for sim, has in zip(sims, spare, strict=True):
             sim.spare = has
         offer = Offer(uuid4().hex, 1, tuple(sims[0].specs), device=device)
