@@ -352,7 +352,10 @@ async def _landed(bench: BackendBench, booted: Booted, version: int) -> tuple[st
     ends = Ends(bench.transport, refit_id)
     replies = await bench.backend.call_workers(WorkerOp("receive", refit_id, tuple(tickets)))
     holds(not any(reply.error or reply.touched for reply in replies), f"receive answered {replies}")
-    trailer = await sending.send(manifest, tickets, bench.transport.ring(refit_id))
+    ring = bench.transport.ring(refit_id)
+    if ring is not None:
+        await ends.attached(len(booted.layout))
+    trailer = await sending.send(manifest, tickets, ring)
     await bench.transport.seal(trailer)
     for progress in await ends.reached(len(booted.layout), bench.limits[0]):
         holds(progress.kind == "landed", f"rank {progress.rank} did not land: {progress.error}")

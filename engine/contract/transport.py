@@ -163,7 +163,7 @@ class TransportContract(Contract[TransportBench]):
             refit = await _planned(bench, bench.sending(1))
             for rank, ticket in list(zip(bench.ranks, refit.tickets, strict=True))[1:]:
                 await rank.receive(ticket)
-            await _sealed(bench, refit)
+            await _sealed(bench, refit, len(bench.ranks) - 1)
             await self._one_lost(bench, refit)
 
     async def a_receiver_that_is_struck_is_reported(self) -> None:
@@ -174,7 +174,7 @@ class TransportContract(Contract[TransportBench]):
             refit = await _planned(bench, bench.sending(1))
             for rank, ticket in zip(bench.ranks, refit.tickets, strict=True):
                 await rank.receive(ticket)
-            trailer = await refit.sending.send(refit.manifest, refit.tickets, bench.transport.ring(refit.refit_id))
+            trailer = await _sent(bench, refit, len(bench.ranks))
             await refit.ends.attached(len(bench.ranks))
             await bench.strike(bench.ranks[0])
             began = time.monotonic()
@@ -191,7 +191,7 @@ class TransportContract(Contract[TransportBench]):
             refit = await _planned(bench, bench.sending(1))
             for rank, ticket in zip(bench.ranks, refit.tickets, strict=True):
                 await rank.receive(ticket)
-            trailer = await refit.sending.send(refit.manifest, refit.tickets, bench.transport.ring(refit.refit_id))
+            trailer = await _sent(bench, refit, len(bench.ranks))
             wrong = (trailer.digests[0] ^ 1, *trailer.digests[1:])
             await bench.transport.seal(replace(trailer, digests=wrong))
             over = await refit.ends.reached(len(bench.ranks))
@@ -328,9 +328,16 @@ async def _planned(bench: TransportBench, sending: Sending, ranks: Sequence[Rank
     return _Refit(sending, manifest, tickets, Ends(bench.transport, sending.offer.refit_id))
 
 
-async def _sealed(bench: TransportBench, refit: _Refit) -> Trailer:
+async def _sent(bench: TransportBench, refit: _Refit, here: int) -> Trailer:
+    """Send, through a ring when the receivers that have begun have come: who comes later has missed something."""
     ring = bench.transport.ring(refit.refit_id)
-    trailer = await soon(refit.sending.send(refit.manifest, refit.tickets, ring), "nothing was sent", bench.limits[0])
+    if ring is not None:
+        await refit.ends.attached(here)
+    return await soon(refit.sending.send(refit.manifest, refit.tickets, ring), "nothing was sent", bench.limits[0])
+
+
+async def _sealed(bench: TransportBench, refit: _Refit, here: int) -> Trailer:
+    trailer = await _sent(bench, refit, here)
     await soon(bench.transport.seal(trailer), "a seal did not return")
     return trailer
 
@@ -340,7 +347,7 @@ async def _delivered(bench: TransportBench, sending: Sending, ranks: Sequence[Ra
     refit = await _planned(bench, sending, ranks)
     for rank, ticket in zip(ranks, refit.tickets, strict=True):
         await rank.receive(ticket)
-    await _sealed(bench, refit)
+    await _sealed(bench, refit, len(ranks))
     for progress in await refit.ends.reached(len(ranks), bench.limits[0] + _OVER):
         holds(progress.kind == "landed", f"{progress.replica} rank {progress.rank} did not land: {progress.error}")
     return refit

@@ -69,12 +69,14 @@ def path_bytes(engine: RolloutEngine) -> int:
     return sum(spec.nbytes for spec in booted.inventory.tensors)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-async def test_two_ranks_take_the_same_buckets(launch: Launch, checkpoint: Checkpoint, family: str) -> None:
+@pytest.mark.parametrize(("family", "buckets"), [("llama", 1), ("llama", 40), ("qwen3_moe", 4)])
+async def test_two_ranks_take_the_same_buckets(
+    launch: Launch, checkpoint: Checkpoint, family: str, buckets: int
+) -> None:
     t0, t1 = checkpoint(family, 0), checkpoint(family, 1)
     async with launch(family, 1, tensor_parallel_size=2) as fresh:
         wanted, truth = await greedy(fresh), await live(fresh)
-    async with launch(family, 0, tensor_parallel_size=2, buffers=ring(t0, 4)) as engine:
+    async with launch(family, 0, tensor_parallel_size=2, buffers=ring(t0, buckets)) as engine:
         before, first = await greedy(engine), await live(engine)
         version = 0
         for mode in MODES:

@@ -13,14 +13,20 @@ import pytest
 
 from pitstop.engine.contract import Rank, ThreadRank, TransportBench, TransportContract
 from pitstop.engine.contract.transport import digest_of
-from pitstop.engine.worker_ports import Ticket, WorkerLayout
+from pitstop.engine.worker_ports import Receiver, Ticket, WorkerLayout
 from pitstop.transports.memory_link import memory_sending
+from pitstop.transports.ring_receiver import RingReceiver
 from pitstop.transports.shared_memory import SegmentReceiver
 from tests.transports.children import Child, child, sha, work
 from tests.transports.rig import Rig, rig
+from tests.transports.test_ring import RINGS, ring
 from tests.transports.weights import weights
 
 LIMITS = (20.0, 1.5)
+
+
+def receiver(ticket: Ticket) -> Receiver:
+    return RingReceiver(ticket) if ticket.slots else SegmentReceiver(ticket)
 
 
 def bench_of(engine: Rig, ranks: list[Rank]) -> TransportBench:
@@ -31,13 +37,14 @@ def bench_of(engine: Rig, ranks: list[Rank]) -> TransportBench:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("buckets", [None, *RINGS], ids=lambda buckets: "whole" if buckets is None else f"{buckets}")
 @pytest.mark.parametrize("claim", TransportContract.claims())
-async def test_with_receivers_in_threads(claim: str, tmp_path: Path) -> None:
+async def test_with_receivers_in_threads(claim: str, buckets: int | None, tmp_path: Path) -> None:
     @asynccontextmanager
     async def make() -> AsyncIterator[TransportBench]:
-        async with rig(tmp_path) as engine:
+        async with rig(tmp_path, buffers=None if buckets is None else ring(RINGS[buckets])) as engine:
             places = [WorkerLayout(f"r{n}", 1, rank, 2, os.getpid(), "cpu") for n in range(2) for rank in range(2)]
-            ranks: list[Rank] = [ThreadRank(place, SegmentReceiver) for place in places]
+            ranks: list[Rank] = [ThreadRank(place, receiver) for place in places]
             try:
                 yield bench_of(engine, ranks)
             finally:
