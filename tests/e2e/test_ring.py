@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -44,23 +45,38 @@ async def live(engine: RolloutEngine) -> Any:
 async def test_whatever_the_buckets_the_engine_equals_a_fresh_one_and_the_way_back_is_exact(
     launch: Launch, checkpoint: Checkpoint, family: str, buckets: int
 ) -> None:
+    from safetensors.torch import load_file
+
     t0, t1 = checkpoint(family, 0), checkpoint(family, 1)
     async with launch(family, 1) as fresh:
         wanted, truth = await greedy(fresh), await live(fresh)
     async with launch(family, 0, buffers=ring(t0, buckets)) as engine:
         before, first = await greedy(engine), await live(engine)
+        version = 0
+        for mode in MODES:
+            for path, tokens, tensors in ((t1, wanted, truth), (t1, wanted, truth), (t0, before, first)):
+                version += 1
+                named = list(load_file(path / "model.safetensors").items())
+                Random(version).shuffle(named)
+                report = await engine.refit(named, weight_version=version, mode=mode)
+                assert (report.outcome, report.transport, report.mode) == (Outcome.COMMITTED, "memory_ring", mode)
+                assert await live(engine) == tensors
+                assert await greedy(engine) == tokens
+
+
+async def test_a_trainer_of_another_process_goes_through_the_ring_too(launch: Launch, checkpoint: Checkpoint) -> None:
+    t0, t1 = checkpoint("llama", 0), checkpoint("llama", 1)
+    async with launch(buffers=ring(t0, 4)) as engine:
+        before = await greedy(engine)
         with trainer(engine.address) as publisher:
             await publisher.connected()
             version = 0
             for mode in MODES:
-                for path, tokens, tensors in ((t1, wanted, truth), (t1, wanted, truth), (t0, before, first)):
+                for path in (t1, t0):
                     version += 1
-                    how = "shuffled" if version % 2 else ""
-                    assert await publisher.publish(path, version, how, mode=mode) == (
-                        "committed", path_bytes(engine), "shared_memory_ring",
-                    )  # fmt: skip
-                    assert await live(engine) == tensors
-                    assert await greedy(engine) == tokens
+                    said = await publisher.publish(path, version, "shuffled", mode=mode)
+                    assert said == ("committed", path_bytes(engine), "shared_memory_ring")
+                    assert (await greedy(engine) == before) is (path == t0)
 
 
 def path_bytes(engine: RolloutEngine) -> int:
