@@ -76,11 +76,15 @@ class SharedMemoryTransport:
         specs = [row.spec for row in manifest.rows]
         placed, nbytes = await asyncio.to_thread(place, specs)
         replay = self._replays.pop(offer.refit_id, None)
+        buckets = 0
         if replay is None:
             free, whose = memory.available()
             free += self._pool.reusable()
             way = choose(nbytes, offer.device, receivers, mode, self._buffers, free, whose)
             _LOG.info("version %d travels by %s: %s", offer.weight_version, way.name, way.why)
+            if way.slots:
+                buckets = len(await asyncio.to_thread(cut, specs, way.slot_nbytes))
+            # Last: nothing may end this between the lease and the refit that `release` finds it by.
             lease = await self._room(offer.refit_id, way, nbytes)
         else:
             way = Way("shared_memory", False, 0, 0, "it still lies there")
@@ -89,7 +93,7 @@ class SharedMemoryTransport:
                 raise OfferRejected(f"version {offer.weight_version} no longer lies in shared memory")
         refit = Underway(offer, manifest, lease, limits)
         if way.slots:
-            refit.paced(len(await asyncio.to_thread(cut, specs, way.slot_nbytes)), way.slots)
+            refit.paced(buckets, way.slots)
         self._refits[offer.refit_id] = refit
         device = offer.device if way.name == "cuda_ipc" else ""
         tickets = []
