@@ -73,8 +73,9 @@ class Pace:
             raise ProtocolViolation(
                 f"{reader} drained {buckets} of {self.filled} buckets, {self._readers[reader]} before"
             )
+        if buckets > self._readers[reader]:  # who says the same again and again has not moved
+            self._moved[reader] = self._clock()
         self._readers[reader] = buckets
-        self._moved[reader] = self._clock()
         return self._settle()
 
     def overdue(self, seconds: float) -> list[str]:

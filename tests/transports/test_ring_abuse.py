@@ -6,24 +6,25 @@ import asyncio
 import sys
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pitstop.engine.errors import ProtocolViolation
-from pitstop.engine.refit import route
-from pitstop.transports import Buffers, shared_memory
+from pitstop.engine.errors import OfferRejected, ProtocolViolation
+from pitstop.engine.worker_ports import Mode
+from pitstop.transports import Buffers, pool, shared_memory
 from pitstop.transports.codec import encode, words
+from pitstop.transports.memory import HEADROOM
 from pitstop.transports.memory_link import memory_sending
-from pitstop.transports.messages import Accept, Beat, Filled, Lend, Sent, Welcome
+from pitstop.transports.messages import Accept, Filled, Lend, Propose, Row, Sent, Welcome
 from pitstop.transports.pace import Pace
-from pitstop.transports.sources import TensorSource
 from tests.transports.children import Worker
-from tests.transports.rig import rig, until
-from tests.transports.test_link import HELLO, Raw, raw
-from tests.transports.weights import weights
+from tests.transports.rig import rig
+from tests.transports.test_link import HELLO, raw
+from tests.transports.weights import inventory, weights
 
 RING = Buffers(most_nbytes=0, slots=2, slot_nbytes=4096)
 
@@ -54,6 +55,82 @@ async def test_a_plan_that_is_cancelled_while_it_counts_buckets_leaves_no_segmen
         again = memory_sending(weights(2).items(), weight_version=2)
         assert (await engine.refit(again, [worker])).error is None
         assert len(engine.transport._pool._leases) == 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_what_receivers_keep_from_one_staged_ring_is_room_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """Memory that a receiver keeps for the next refit is not free: counted as gone, every second one was refused."""
+    nbytes = sum(spec.nbytes for spec in inventory(weights(0)).tensors)
+    free = [HEADROOM + workers * nbytes + nbytes // 2 + 2 * 4096]
+    monkeypatch.setattr(shared_memory.memory, "available", lambda: (free[0], "this test"))
+    monkeypatch.setattr(pool, "available", lambda: (1 << 40, "this test"))
+    async with rig(tmp_path, buffers=RING, mode="staged") as engine:
+        receivers = [Worker() for _ in range(workers)]
+        for version in (1, 2, 3):
+            sending = memory_sending(weights(version).items(), weight_version=version)
+            report = await engine.refit(sending, receivers)
+            assert report.error is None
+            free[0] = HEADROOM + nbytes // 2
+        engine.mode = "in_place"  # which leaves nothing for the next one
+        sending = memory_sending(weights(4).items(), weight_version=4)
+        assert (await engine.refit(sending, receivers)).error is None
+        engine.mode = "staged"
+        sending = memory_sending(weights(5).items(), weight_version=5)
+        with pytest.raises(OfferRejected):
+            await engine.plan(sending, receivers)
+
+
+def said_too_soon(accept: Accept, rows: int) -> list[bytes]:
+    return [encode(Sent(accept.refit_id, words([0] * rows)))]
+
+
+def lent_where_there_is_no_gpu(accept: Accept, rows: int) -> list[bytes]:
+    return [encode(Lend(accept.refit_id, bytes(64), 1 << 30))]
+
+
+def too_many(accept: Accept, rows: int) -> list[bytes]:
+    return [encode(Filled(accept.refit_id, accept.slots + 1))]
+
+
+@pytest.mark.parametrize("says", [said_too_soon, lent_where_there_is_no_gpu, too_many])
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
+async def test_a_trainer_that_says_what_is_not_so_fails_its_own_refit_at_once(
+    tmp_path: Path, mode: Mode, says: Callable[[Accept, int], list[bytes]]
+) -> None:
+    specs = inventory(weights(0)).tensors
+    rows = tuple(Row(spec.name, spec.dtype, spec.shape) for spec in specs)  # type: ignore[arg-type]
+    async with rig(tmp_path, buffers=RING, mode=mode) as engine:
+        worker = Worker()
+        with raw(engine) as client:
+            client.send(encode(HELLO))
+            assert isinstance(await asyncio.to_thread(client.hear), Welcome)
+            client.send(encode(Propose("r", 1, rows)))
+            began = time.monotonic()
+            refit = asyncio.create_task(engine.refit(await engine.offer(), [worker]))
+            accept = await asyncio.to_thread(client.hear)
+            assert isinstance(accept, Accept)
+            for frame in says(accept, len(rows)):
+                client.send(frame)
+            error = (await refit).error
+            assert isinstance(error, ProtocolViolation)
+            assert time.monotonic() - began < 4
+        assert not any(p.kind == "failed" and p.error and "receiver" in p.error.message for p in engine.progress)
+        again = memory_sending(weights(2).items(), weight_version=2)
+        assert (await engine.refit(again, [worker])).error is None
+
+
+def test_a_reader_that_says_the_same_again_is_still_overdue() -> None:
+    now = 0.0
+    pace = Pace(9, 4, clock=lambda: now)
+    pace.join("stuck")
+    pace.fill(2)
+    assert not pace.drain("stuck", 0)
+    now = 4.0
+    assert not pace.drain("stuck", 0)
+    now = 6.0
+    assert pace.overdue(5) == ["stuck"]
 
 
 FLOOD = """
