@@ -17,6 +17,7 @@ from pitstop.transports.pool import Lease
 
 _SILENCES: Final = 6
 _SHARE: Final = 3
+_HELD: Final = 2  # of the time that all have, the share that one reader may cost the others, bucket by bucket
 
 
 def patience(receive_s: float, silence_s: float) -> float:
@@ -37,6 +38,7 @@ class Underway:
         self.lease = lease
         self.silence_s = limits[1]
         self.patience = patience(*limits)
+        self.most_held = limits[0] / _HELD
         self.ring: Pacing | None = None
         self.seats: dict[str, Seated] = {}
         self.progress: asyncio.Queue[Progress | None] = asyncio.Queue()
@@ -58,7 +60,9 @@ class Underway:
             seat.tick()
         if self.ring is not None:
             for token in self.ring.pace.overdue(self.patience):
-                self.seats[token].evict(self.patience)
+                self.seats[token].evict(self.patience, "over one bucket")
+            for token in self.ring.pace.holding(self.most_held):
+                self.seats[token].evict(self.most_held, "more than the others, who waited for it")
 
 
 class Pacing:
@@ -154,10 +158,10 @@ class Seated:
         self._let_go()
         self._report("failed", error)
 
-    def evict(self, seconds: float) -> None:
+    def evict(self, seconds: float, over: str) -> None:
         """It has held up the others for too long; it may still be looking into the buffer."""
         late = DeadlineExceeded(
-            f"{self.name} took longer than {seconds:g} s over one bucket",
+            f"{self.name} took longer than {seconds:g} s {over}",
             phase="receive", peer=self.name, seconds=seconds,
         )  # fmt: skip
         self._give_up(late)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pitstop.engine.errors import OfferRejected, ProtocolViolation
+from pitstop.engine.errors import DeadlineExceeded, OfferRejected, ProtocolViolation
 from pitstop.engine.worker_ports import Mode
 from pitstop.transports import Buffers, pool, shared_memory
 from pitstop.transports.codec import encode, words
@@ -21,7 +21,7 @@ from pitstop.transports.memory import HEADROOM
 from pitstop.transports.memory_link import memory_sending
 from pitstop.transports.messages import Accept, Filled, Lend, Propose, Row, Sent, Welcome
 from pitstop.transports.pace import Pace
-from tests.transports.children import Worker
+from tests.transports.children import Worker, child, work
 from tests.transports.rig import rig
 from tests.transports.test_link import HELLO, raw
 from tests.transports.weights import inventory, weights
@@ -131,6 +131,53 @@ def test_a_reader_that_says_the_same_again_is_still_overdue() -> None:
     assert not pace.drain("stuck", 0)
     now = 6.0
     assert pace.overdue(5) == ["stuck"]
+
+
+@pytest.mark.parametrize("mode", ["staged", "in_place"])
+async def test_a_reader_that_is_slow_over_every_bucket_fails_alone_as_well(tmp_path: Path, mode: Mode) -> None:
+    """No bucket takes it too long, but all of them would take longer than anybody has."""
+    async with rig(tmp_path, buffers=RING, mode=mode) as engine:
+        engine.limits = (8.0, 2.0)
+        with child(work) as well, child(work) as slow:
+            await asyncio.to_thread(slow.ask, "dawdle", 1.5)
+            sending = memory_sending(weights(1).items(), weight_version=1)
+            report = await engine.refit(sending, [well, slow], release=False)
+            assert isinstance(report.error, DeadlineExceeded)
+            assert report.error.fields["rank"] == 1
+            assert "waited for it" in report.error.message
+            assert any(p.kind == "landed" and p.rank == 0 for p in engine.progress)
+            await engine.release(sending, [well, slow])
+
+
+def test_whoever_holds_up_the_others_is_known_by_the_time_it_has_cost_them() -> None:
+    now = 0.0
+    pace = Pace(9, 2, clock=lambda: now)
+    pace.join("quick")
+    pace.join("slow")
+    for bucket in range(1, 7):
+        pace.fill(bucket)
+        pace.drain("quick", bucket)
+        now += 1.0  # which costs nobody anything at first, when a slot is free
+        pace.drain("slow", bucket - 1)
+    assert pace.holding(4.5) == ["slow"]
+    assert not pace.holding(5.5)
+    pace.leave("slow")
+    now += 100
+    assert not pace.holding(0.5)
+
+
+def test_nobody_is_held_up_where_all_are_slow_or_the_writer_is() -> None:
+    now = 0.0
+    pace = Pace(9, 2, clock=lambda: now)
+    pace.join("one")
+    pace.join("other")
+    pace.fill(2)
+    now += 10
+    for reader in ("one", "other"):
+        pace.drain(reader, 2)
+    now += 10
+    pace.fill(3)
+    assert not pace.holding(0.0)
 
 
 FLOOD = """
