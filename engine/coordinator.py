@@ -90,9 +90,14 @@ class Coordinator:
         return waiting or self._running is not None
 
     async def moved(self) -> None:
-        """Return when a refit has ended, or at once if none ever will again."""
-        if not self._closed:
-            await self._moved.wait()
+        """Return when a refit has ended.
+
+        Raises:
+            EngineClosed: none will be begun again. (Returning at once would have who waits in a loop stop the loop.)
+        """
+        if self._closed:
+            raise EngineClosed("the engine was closed")
+        await self._moved.wait()
 
     def offer(
         self, handle: RefitHandle, make: Make, options: RefitOptions, *, same: bool = False, again: Again | None = None

@@ -131,8 +131,7 @@ class RefitRun:
         """Some replica changed phase: those that are gone end their part, the last to suspend frees the others."""
         for part in self._parts.values():
             if part.report is None and part.replica.phase in _GONE and part.replica.job is None:
-                gone = ReplicaDied(f"{part.replica.name} died during the refit", replica=part.replica.name)
-                self._failed(part, part.replica.error or gone)
+                self._failed(part, part.replica.error or _gone(part.replica))
         self._free()
 
     async def _do(self, replicas: Sequence[Replica]) -> None:
@@ -436,6 +435,12 @@ class RefitRun:
             self._known.clear()
             self._known[self.place] = self._digests
         self.handle.end(report)
+
+
+def _gone(replica: Replica) -> PitstopError:
+    if replica.phase is Phase.STOPPED:
+        return EngineClosed("the engine was closed while the refit ran")
+    return ReplicaDied(f"{replica.name} died during the refit", replica=replica.name)
 
 
 def _why(task: asyncio.Task[None]) -> PitstopError | None:

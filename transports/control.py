@@ -155,7 +155,7 @@ class ControlLink:
     async def _read(self, hub: Hub, probe: Probe) -> None:
         # The descriptor tells of changes only: what is not read now is not announced again.
         self._wake.clear()
-        count = 0
+        count, until = 0, monotonic() + _TICK_S
         while (received := hub.receive()) is not None:
             identity, frames = received
             refit_id = ""
@@ -170,6 +170,10 @@ class ControlLink:
             count += 1
             if not count % _AT_ONCE:
                 await asyncio.sleep(0)
+                if monotonic() > until:
+                    # Whoever never stops talking must not keep the link from its beats: the rest comes after them.
+                    self._wake.set()
+                    return
 
     async def _heard(self, hub: Hub, probe: Probe, identity: bytes, message: FromClient) -> None:
         client = self._clients.get(identity)

@@ -59,7 +59,9 @@ class HostDrainer:
         self._tensors: dict[int, Tensor] = {}
         self._digests = np.zeros(len(self._specs), np.uint64)
         self._spare: Tensor | None = None
-        if not ticket.in_place:
+        if ticket.in_place:
+            _spare.drop()  # who asks for no spare copy has none, that of an earlier refit included
+        else:
             self._spare = _spare.take(sum(-(-spec.nbytes // 512) * 512 for spec in self._specs))
             for row, placed in enumerate(ticket.tensors):
                 self._tensors[row] = _view(self._spare, placed.spec, placed.offset)
@@ -224,6 +226,11 @@ class _Spare:
     def give(self, memory: Tensor) -> None:
         with self._lock:
             self._memory = memory
+
+    def drop(self) -> None:
+        with self._lock:
+            memory, self._memory = self._memory, None
+        del memory  # which takes its time
 
 
 _spare: Final = _Spare()

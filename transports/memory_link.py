@@ -16,6 +16,7 @@ from pitstop.engine.errors import CheckpointUnreadable, DeadlineExceeded, LocalE
 from pitstop.engine.ports import NullObserver, Observer, Ring, Work
 from pitstop.engine.refit import RefitReport
 from pitstop.engine.worker_ports import Manifest, Offer, Ticket, Trailer
+from pitstop.transports.address import parsed
 from pitstop.transports.aside import aside
 from pitstop.transports.checkpoint_source import CheckpointSource
 from pitstop.transports.packing import Slot, Source
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 _STOP_S: Final = 2.0
 _kept: Final = Kept("write")
-_rings: Final[list[LentRing]] = []  # at most one: the last refit's
+_rings: Final[dict[str, LentRing]] = {}  # one an engine: another one's receivers may still be reading theirs
+_lending: Final = threading.Lock()
 
 
 def memory_sending(
@@ -281,8 +283,17 @@ class _Pace:
 def _lent(ticket: Ticket) -> LentRing:
     from pitstop.transports.cuda_memory import lend
 
-    _rings[:] = [lend(_rings[0] if _rings else None, ticket.device, ticket.nbytes)]
-    return _rings[0]
+    with _lending:
+        for address in [address for address in _rings if _ended(address)]:
+            del _rings[address]
+        _rings[ticket.address] = ring = lend(_rings.pop(ticket.address, None), ticket.device, ticket.nbytes)
+        return ring
+
+
+def _ended(engine: str) -> bool:
+    """Whether an engine has closed: it takes its socket's file with it."""
+    path = parsed(engine).path
+    return path is not None and not path.exists()
 
 
 def _resolve(digests: asyncio.Future[tuple[int, ...]], result: tuple[int, ...] | PitstopError) -> None:

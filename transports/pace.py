@@ -27,7 +27,9 @@ class Pace:
         self.drained = 0
         self._readers: dict[str, int] = {}
         self._moved: dict[str, float] = {}
+        self._held: dict[str, float] = {}
         self._clock = clock
+        self._looked = clock()
 
     def join(self, reader: str) -> None:
         """A reader is ready.
@@ -41,6 +43,7 @@ class Pace:
 
     def leave(self, reader: str) -> bool:
         """A reader has ended, or no longer counts. Return whether `drained` has grown by it."""
+        self._book()
         self._readers.pop(reader, None)
         return self._settle()
 
@@ -55,6 +58,7 @@ class Pace:
                 f"{buckets} of {self.buckets} buckets written, after {self.filled}, "
                 f"with {self.drained} drained of {self.slots} slots"
             )
+        self._book()
         now = self._clock()
         for reader, drained in self._readers.items():
             if drained == self.filled:
@@ -73,8 +77,10 @@ class Pace:
             raise ProtocolViolation(
                 f"{reader} drained {buckets} of {self.filled} buckets, {self._readers[reader]} before"
             )
+        self._book()
+        if buckets > self._readers[reader]:  # who says the same again and again has not moved
+            self._moved[reader] = self._clock()
         self._readers[reader] = buckets
-        self._moved[reader] = self._clock()
         return self._settle()
 
     def overdue(self, seconds: float) -> list[str]:
@@ -85,6 +91,21 @@ class Pace:
             for reader, drained in self._readers.items()
             if drained < self.filled and now - self._moved[reader] > seconds
         ]
+
+    def holding(self, seconds: float) -> list[str]:
+        """Name the readers for which others have waited longer than `seconds` in all, with nothing else to do."""
+        self._book()
+        return [reader for reader in self._readers if self._held.get(reader, 0.0) > seconds]
+
+    def _book(self) -> None:
+        """Add the time since the last look to whoever holds the others up: the slowest, where no slot is free."""
+        now = self._clock()
+        passed, self._looked = now - self._looked, now
+        full = self.filled == self.drained + self.slots < self.buckets
+        if full and any(drained == self.filled for drained in self._readers.values()):
+            for reader, drained in self._readers.items():
+                if drained == self.drained:
+                    self._held[reader] = self._held.get(reader, 0.0) + passed
 
     def _settle(self) -> bool:
         before, self.drained = self.drained, min(self._readers.values(), default=self.drained)

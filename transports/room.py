@@ -57,16 +57,26 @@ class Way:
 
 
 def choose(
-    nbytes: int, device: str, receivers: Sequence[WorkerLayout], mode: Mode, buffers: Buffers, free: int, whose: str
+    nbytes: int,
+    device: str,
+    receivers: Sequence[WorkerLayout],
+    mode: Mode,
+    buffers: Buffers,
+    free: int,
+    whose: str,
+    kept: int = 0,
 ) -> Way:
     """Choose for `nbytes` on the trainer's `device`; `free` bytes of host memory are left, by `whose` limit.
+
+    Beside those the receivers have `kept` bytes from the last staged ring, which only another one can use.
 
     Raises:
         OfferRejected: what `mode` asks for does not fit anywhere.
     """
     if device and all(layout.device_id == device for layout in receivers):
         spare = min(layout.spare_nbytes for layout in receivers)
-        needs = nbytes * len(receivers) + _DEVICE_HEADROOM
+        ring = buffers.device_slots * buffers.device_slot_nbytes
+        needs = nbytes * len(receivers) + ring + _DEVICE_HEADROOM
         why = f"trainer and engine share {device}, of which {spare / _GIB:.2f} GiB are free"
         if mode == "staged" and needs > spare:
             raise OfferRejected(
@@ -82,7 +92,7 @@ def choose(
         if nbytes <= limit:
             return Way("shared_memory", False, 0, 0, f"it fits into {limit / _GIB:.2f} GiB")
         # A ring's receivers keep what they take out of it until the swap, each for itself.
-        needs = nbytes * len(receivers) + buffers.slots * buffers.slot_nbytes
+        needs = nbytes * len(receivers) - kept + buffers.slots * buffers.slot_nbytes
         if needs <= most:
             return _ring(
                 buffers, f"{nbytes / _GIB:.2f} GiB are more than the {limit / _GIB:.2f} allowed", in_place=False

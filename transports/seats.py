@@ -17,6 +17,7 @@ from pitstop.transports.pool import Lease
 
 _SILENCES: Final = 6
 _SHARE: Final = 3
+_HELD: Final = 2  # of the time that all have, the share that one reader may cost the others, bucket by bucket
 
 
 def patience(receive_s: float, silence_s: float) -> float:
@@ -37,15 +38,16 @@ class Underway:
         self.lease = lease
         self.silence_s = limits[1]
         self.patience = patience(*limits)
+        self.most_held = limits[0] / _HELD
         self.ring: Pacing | None = None
         self.seats: dict[str, Seated] = {}
         self.progress: asyncio.Queue[Progress | None] = asyncio.Queue()
         self.last_word: Seal | Cancel | None = None
         self.sealed_at = 0.0
 
-    def paced(self, buckets: int, slots: int) -> None:
-        """It goes through a ring."""
-        self.ring = Pacing(self, Pace(buckets, slots))
+    def paced(self, buckets: int, slots: int, lent_nbytes: int = 0) -> None:
+        """It goes through a ring: one of `lent_nbytes` that the trainer has to lend, if not 0."""
+        self.ring = Pacing(self, Pace(buckets, slots), lent_nbytes)
 
     def tell(self, word: FromEngine) -> None:
         """Tell every receiver that has come and not ended."""
@@ -58,15 +60,18 @@ class Underway:
             seat.tick()
         if self.ring is not None:
             for token in self.ring.pace.overdue(self.patience):
-                self.seats[token].evict(self.patience)
+                self.seats[token].evict(self.patience, "over one bucket")
+            for token in self.ring.pace.holding(self.most_held):
+                self.seats[token].evict(self.most_held, "more than the others, who waited for it")
 
 
 class Pacing:
     """Implements `ports.Ring`."""
 
-    def __init__(self, refit: Underway, pace: Pace) -> None:
+    def __init__(self, refit: Underway, pace: Pace, lent_nbytes: int) -> None:
         self.pace = pace
         self.lend: Lend | None = None
+        self._lent_nbytes = lent_nbytes
         self._refit = refit
         self._calls: list[Callable[[int], object]] = []
 
@@ -75,8 +80,15 @@ class Pacing:
         """See `Ring.drained`."""
         return self.pace.drained
 
+    @property
+    def whole(self) -> bool:
+        """Whether everything has been written."""
+        return self.pace.filled == self.pace.buckets
+
     def lent(self, handle: bytes, nbytes: int) -> None:
         """See `Ring.lent`."""
+        if not self._lent_nbytes or nbytes < self._lent_nbytes:
+            raise ProtocolViolation(f"a ring of {nbytes} bytes was lent, where {self._lent_nbytes} were asked for")
         if self.lend is not None or self.pace.filled:
             raise ProtocolViolation("the ring was lent before")
         self.lend = Lend(self._refit.offer.refit_id, handle, nbytes)
@@ -84,6 +96,8 @@ class Pacing:
 
     def filled(self, buckets: int) -> None:
         """See `Ring.filled`."""
+        if self._lent_nbytes and self.lend is None:
+            raise ProtocolViolation("something was written into a ring that was never lent")
         self.pace.fill(buckets)
         self._refit.tell(Filled(self._refit.offer.refit_id, buckets))
 
@@ -105,7 +119,8 @@ class Seated:
         self.refit_id = ticket.refit_id
         self.name = f"receiver {ticket.rank} of {ticket.replica}"
         self._refit = refit
-        self._ticket = ticket
+        self.ticket = ticket
+        self.landed = False
         self._client: Client | None = None
         self._ended = False
 
@@ -113,7 +128,9 @@ class Seated:
         """See `client.Seat.welcomed`."""
         self._client = client
         if self._refit.lease is not None:
-            self._refit.lease.readers.add(self._ticket.token)
+            self._refit.lease.readers.add(self.ticket.token)
+        if self._refit.ring is not None and self._refit.ring.lend is not None:
+            client.post(self._refit.ring.lend)  # one that comes late would hold up the others until it is evicted
         if self._refit.last_word is not None:
             client.post(self._refit.last_word)
 
@@ -123,10 +140,10 @@ class Seated:
         if isinstance(message, Drained):
             if ring is None:
                 raise ProtocolViolation(f"{self.name} drained a bucket where there is no ring")
-            ring.moved(ring.pace.drain(self._ticket.token, message.buckets))
+            ring.moved(ring.pace.drain(self.ticket.token, message.buckets))
             return
         if isinstance(message, Report) and message.kind == "attached" and ring is not None and not self._ended:
-            ring.pace.join(self._ticket.token)
+            ring.pace.join(self.ticket.token)
         if isinstance(message, LetGo) or (message.kind != "attached" and not message.holds):
             self._let_go()
         if self._client is not None and (isinstance(message, LetGo) or message.kind != "attached"):
@@ -141,10 +158,10 @@ class Seated:
         self._let_go()
         self._report("failed", error)
 
-    def evict(self, seconds: float) -> None:
+    def evict(self, seconds: float, over: str) -> None:
         """It has held up the others for too long; it may still be looking into the buffer."""
         late = DeadlineExceeded(
-            f"{self.name} took longer than {seconds:g} s over one bucket",
+            f"{self.name} took longer than {seconds:g} s {over}",
             phase="receive", peer=self.name, seconds=seconds,
         )  # fmt: skip
         self._give_up(late)
@@ -170,7 +187,7 @@ class Seated:
 
     def _let_go(self) -> None:
         if self._refit.lease is not None:
-            self._refit.lease.readers.discard(self._ticket.token)
+            self._refit.lease.readers.discard(self.ticket.token)
 
     def _report(
         self,
@@ -182,7 +199,8 @@ class Seated:
         if self._ended:
             return
         self._ended = kind != "attached"
-        ticket, ring = self._ticket, self._refit.ring
+        self.landed = kind == "landed"
+        ticket, ring = self.ticket, self._refit.ring
         if kind == "failed":
             error = error or RemoteError(f"{self.name} gave up")
             error.fields.setdefault("replica", ticket.replica)

@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Final
 from uuid import uuid4
 
-from pitstop.engine.errors import EngineClosed, OfferRejected, PitstopError
+from pitstop.engine.errors import EngineClosed, OfferRejected, PitstopError, ProtocolViolation
 from pitstop.engine.ports import Ring
 from pitstop.engine.worker_ports import Manifest, Mode, Offer, Progress, Ticket, Trailer, WorkerLayout
 from pitstop.transports import memory
@@ -55,6 +55,7 @@ class SharedMemoryTransport:
         self._refits: dict[str, Underway] = {}
         self._sealed: tuple[Lease, Replay] | None = None
         self._replays: dict[str, Lease] = {}
+        self._kept: dict[tuple[str, int], tuple[int, int]] = {}
         link.ticks.append(self._tick)
         link.ended.append(self.close)
 
@@ -76,11 +77,16 @@ class SharedMemoryTransport:
         specs = [row.spec for row in manifest.rows]
         placed, nbytes = await asyncio.to_thread(place, specs)
         replay = self._replays.pop(offer.refit_id, None)
+        buckets = 0
         if replay is None:
             free, whose = memory.available()
             free += self._pool.reusable()
-            way = choose(nbytes, offer.device, receivers, mode, self._buffers, free, whose)
+            kept = sum(min(nbytes, self._kept_by(layout)) for layout in receivers)
+            way = choose(nbytes, offer.device, receivers, mode, self._buffers, free, whose, kept)
             _LOG.info("version %d travels by %s: %s", offer.weight_version, way.name, way.why)
+            if way.slots:
+                buckets = len(await asyncio.to_thread(cut, specs, way.slot_nbytes))
+            # Last: nothing may end this between the lease and the refit that `release` finds it by.
             lease = await self._room(offer.refit_id, way, nbytes)
         else:
             way = Way("shared_memory", False, 0, 0, "it still lies there")
@@ -89,7 +95,7 @@ class SharedMemoryTransport:
                 raise OfferRejected(f"version {offer.weight_version} no longer lies in shared memory")
         refit = Underway(offer, manifest, lease, limits)
         if way.slots:
-            refit.paced(len(await asyncio.to_thread(cut, specs, way.slot_nbytes)), way.slots)
+            refit.paced(buckets, way.slots, way.slots * way.slot_nbytes if way.name == "cuda_ipc" else 0)
         self._refits[offer.refit_id] = refit
         device = offer.device if way.name == "cuda_ipc" else ""
         tickets = []
@@ -112,6 +118,9 @@ class SharedMemoryTransport:
         """See `Transport.seal`."""
         refit = self._refits.get(trailer.refit_id)
         if refit is not None and refit.last_word is None:
+            if refit.ring is not None and not refit.ring.whole:
+                # Receivers would wait for the rest, which nobody is going to write, for as long as they may.
+                raise ProtocolViolation(f"{trailer.refit_id} was said to be sent before all of it was in the ring")
             # What came through a ring lies nowhere; and what lay somewhere is no longer the last version.
             self._sealed = None
             if refit.lease is not None and refit.ring is None:
@@ -142,8 +151,9 @@ class SharedMemoryTransport:
         """See `Transport.release`. The segment is used again if every receiver has let go of it by then or later."""
         refit = self._refits.pop(refit_id, None)
         if refit is not None:
-            for token in refit.seats:
+            for token, seat in refit.seats.items():
                 self._link.forget(token)
+                self._keeps(seat)
             if refit.lease is not None:
                 refit.lease.over = True
             refit.progress.put_nowait(None)
@@ -184,6 +194,20 @@ class SharedMemoryTransport:
             # The thread goes on, and what it takes would be nobody's: nobody would ever say that it is over.
             taking.add_done_callback(_given_back)
             raise
+
+    def _kept_by(self, layout: WorkerLayout) -> int:
+        life, nbytes = self._kept.get((layout.replica, layout.rank), (0, 0))
+        return nbytes if life == layout.incarnation else 0
+
+    def _keeps(self, seat: Seated) -> None:
+        """Remember what a receiver keeps for the next staged ring: it is not free, but it need not be."""
+        ticket = seat.ticket
+        if ticket.slots and not ticket.device:
+            place = ticket.replica, ticket.rank
+            if ticket.in_place:
+                self._kept.pop(place, None)
+            elif seat.landed:
+                self._kept[place] = ticket.incarnation, sum(placed.spec.nbytes for placed in ticket.tensors)
 
     def _tick(self) -> None:
         for refit in list(self._refits.values()):
