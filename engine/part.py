@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pitstop.engine.errors import PitstopError
+from pitstop.engine.errors import EngineClosed, PitstopError, ReplicaDied
 from pitstop.engine.job import Incoming, Job, bounded
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.ports import Observer, Work
@@ -93,6 +93,13 @@ class Part:
             self._staging = advance(self._staging, StagingEnded(self._version))
         self.seconds["stage"] = time.monotonic() - self._began
         self._observer.closed(self._stage_key, time.time_ns(), None if error is None else error.slug)
+
+    def gone(self) -> PitstopError:
+        """Return what its replica's death, or the end of the engine, means to it."""
+        name = self.replica.name
+        if self.replica.phase is Phase.STOPPED:
+            return EngineClosed("the engine was closed while the refit ran")
+        return ReplicaDied(f"{name} died during the refit", replica=name)
 
     def end(self, report: ReplicaReport) -> None:
         """It is over."""

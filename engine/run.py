@@ -22,7 +22,6 @@ from pitstop.engine.errors import (
     ProtocolViolation,
     RefitFailed,
     RemoteError,
-    ReplicaDied,
     TiedTensorsDiffer,
     from_record,
 )
@@ -131,7 +130,7 @@ class RefitRun:
         """Some replica changed phase: those that are gone end their part, the last to suspend frees the others."""
         for part in self._parts.values():
             if part.report is None and part.replica.phase in _GONE and part.replica.job is None:
-                self._failed(part, part.replica.error or _gone(part.replica))
+                self._failed(part, part.replica.error or part.gone())
         self._free()
 
     async def _do(self, replicas: Sequence[Replica]) -> None:
@@ -435,12 +434,6 @@ class RefitRun:
             self._known.clear()
             self._known[self.place] = self._digests
         self.handle.end(report)
-
-
-def _gone(replica: Replica) -> PitstopError:
-    if replica.phase is Phase.STOPPED:
-        return EngineClosed("the engine was closed while the refit ran")
-    return ReplicaDied(f"{replica.name} died during the refit", replica=replica.name)
 
 
 def _why(task: asyncio.Task[None]) -> PitstopError | None:
