@@ -223,7 +223,7 @@ class ReplicaReport:
 class RefitReport:
     """What became of a refit. `seconds` is from the offer to the end, `sent_seconds` to the source being free.
 
-    `mode` is None if it ended before that was decided, and on the far side of a control link.
+    `mode` is None if it ended before that was decided.
     """
 
     refit_id: str

@@ -18,10 +18,10 @@ _COMING: Final = frozenset(
     {Phase.STARTING, Phase.SUSPENDING, Phase.RECEIVING, Phase.FINALIZING, Phase.RESUMING, Phase.SERVING}
 )
 _MISSING: Final = {
-    Phase.IDLE: "it has no proven weights: a full refit is missing",
-    Phase.QUARANTINED: "its weights are not to be trusted: a full refit is missing",
+    Phase.IDLE: "it has no proven weights: a full refit is missing (or `recover()`)",
+    Phase.QUARANTINED: "its weights are not to be trusted: a full refit is missing (or `recover()`)",
     Phase.SLEEPING: "it sleeps: wake_up() is missing",
-    Phase.DEAD: "its engine died: a restart and a refit are missing",
+    Phase.DEAD: "its engine died: `recover()` brings it back, or a restart and a refit",
     Phase.STOPPED: "it was stopped",
 }
 

@@ -161,7 +161,14 @@ class DeviceDrainer:
 
     def close(self) -> None:
         """See `Drainer.close`."""
+        staged = self._drainer.buffer is not None
         self._whole.clear()
+        del self._drainer
+        if staged:
+            import torch
+
+            # Or a version's worth of memory would stay with torch, and not be seen as spare by the next refit.
+            torch.cuda.empty_cache()
 
 
 def prepare_device(device: str) -> None:

@@ -266,6 +266,7 @@ class Settled(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     replicas: Annotated[dict[Name, ReplicaPart], Meta(max_length=65536)] = {}
     error: Fault | None = None
     joined: Annotated[str, Meta(max_length=64)] = ""
+    mode: Literal["staged", "in_place"] | None = None
 
 
 class Beat(Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -60,9 +60,15 @@ class PublishHandle:
         self.cancelled: PitstopError | None = None
         self.publisher: object = None  #: kept from being collected until the refit has ended
         self._observer: Observer | None = None
+        self._free: Future[None] = Future()
+        self._free.set_running_or_notify_cancel()
         self._future: Future[RefitReport] = Future()
         # Whoever stops waiting for it does not stop it.
         self._future.set_running_or_notify_cancel()
+
+    async def until_sent(self) -> None:
+        """Return when the source is free again, whatever the reason. `sent.wait()` is for threads: it blocks a loop."""
+        await asyncio.shield(asyncio.wrap_future(self._free))
 
     def done(self) -> bool:
         """Whether the refit has ended."""
@@ -99,6 +105,7 @@ class PublishHandle:
         self.source.close()
         self.source = None
         self.sent.set()
+        self._free.set_result(None)
         if self._observer is not None:
             self._observer.closed(self.key, time.time_ns(), None if error is None else error.slug)
 

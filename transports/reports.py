@@ -123,6 +123,7 @@ def settled(report: RefitReport) -> Settled:
     return Settled(
         report.refit_id, report.weight_version, report.outcome.value, report.transport, report.nbytes, report.tensors,
         report.seconds, report.sent_seconds, replicas, None if report.error is None else fault(report.error),
+        mode=report.mode,
     )  # fmt: skip
 
 
@@ -150,6 +151,7 @@ def reported(message: Settled) -> RefitReport:
     return RefitReport(
         message.refit_id, message.weight_version, outcome, message.transport, message.nbytes, message.tensors,
         message.seconds, message.sent_seconds, replicas, None if message.error is None else raised(message.error),
+        message.mode,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final, Literal
 
 from pitstop.engine.errors import InvalidRequest, OfferRejected
@@ -34,6 +34,10 @@ class Buffers:
     device_slot_nbytes: int = 64 << 20
 
     def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if (value is not None or item.default is not None) and type(value) is not int:
+                raise InvalidRequest(f"{item.name} is {value!r}, not a whole number")
         for name in ("slots", "device_slots"):
             if not 1 <= (count := getattr(self, name)) <= MOST_SLOTS:
                 raise InvalidRequest(f"{name} is {count}, not a number from 1 to {MOST_SLOTS}")

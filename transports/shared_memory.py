@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Final
 from uuid import uuid4
 
-from pitstop.engine.errors import EngineClosed, OfferRejected, PitstopError, ProtocolViolation
+from pitstop.engine.errors import EngineClosed, InvalidRequest, OfferRejected, PitstopError, ProtocolViolation
 from pitstop.engine.ports import Ring
 from pitstop.engine.worker_ports import Manifest, Mode, Offer, Progress, Ticket, Trailer, WorkerLayout
 from pitstop.transports import memory
@@ -50,6 +50,8 @@ class SharedMemoryTransport:
 
     def __init__(self, link: ControlLink, buffers: Buffers | None = None) -> None:
         self._link = link
+        if buffers is not None and not isinstance(buffers, Buffers):
+            raise InvalidRequest(f"buffers is a {type(buffers).__name__}, not `pitstop.transports.Buffers`")
         self._buffers = buffers or Buffers()
         self._pool = SegmentPool()
         self._refits: dict[str, Underway] = {}

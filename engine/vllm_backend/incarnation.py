@@ -28,6 +28,7 @@ from pitstop.engine.vllm_backend.processes import (
 from pitstop.engine.vllm_backend.sampling import sampling_params
 
 _STOP_SECONDS = 5.0
+_REAP_SECONDS = 1.0
 _SOCKETS = ("output_socket", "input_socket", "first_req_send_socket", "first_req_rcv_socket", "stats_update_socket")
 
 
@@ -244,6 +245,7 @@ class Incarnation:
         below = {pid: pidfd for pid in descendants(self.pid) if (pidfd := hold(pid)) is not None}
         pidfds = [*self._pidfds.values(), *below.values()]
         shared = self._shared | segments(below)
+        cores = list(self.llm.engine_core.resources.engine_manager.processes)
 
         def stop() -> None:
             with contextlib.suppress(Exception):
@@ -251,6 +253,9 @@ class Incarnation:
             for pidfd in pidfds:
                 kill(pidfd)
             ended(pidfds, _STOP_SECONDS)
+            for core in cores:
+                with contextlib.suppress(Exception):
+                    core.join(_REAP_SECONDS)  # or it stays a zombie until this process starts another one
             unlink_unused(shared)
             for pidfd in pidfds:
                 os.close(pidfd)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pitstop.engine.errors import InvalidRequest, OfferRejected, ProtocolViolation
@@ -19,6 +19,7 @@ shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 specs = st.lists(st.builds(TensorSpec, st.text(max_size=3), st.sampled_from(sorted(ITEMSIZE)), shapes), max_size=30)
 
 
+@settings(deadline=None)
 @given(specs, st.integers(1, 20))
 def test_a_cut_has_every_element_once_in_order_and_fits_its_slots(tensors: list[TensorSpec], blocks: int) -> None:
     nbytes = blocks * ALIGNMENT
@@ -41,6 +42,7 @@ def test_a_cut_has_every_element_once_in_order_and_fits_its_slots(tensors: list[
     assert {part.row for bucket in cut(tensors, nbytes) for part in bucket} == set(range(len(tensors)))
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_no_slot_is_written_again_before_every_reader_that_is_in_is_done_with_it(data: st.DataObject) -> None:
     slots = data.draw(st.integers(1, 4))

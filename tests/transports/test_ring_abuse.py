@@ -15,7 +15,7 @@ import pytest
 
 from pitstop.engine.errors import DeadlineExceeded, OfferRejected, ProtocolViolation
 from pitstop.engine.worker_ports import Mode
-from pitstop.transports import Buffers, pool, shared_memory
+from pitstop.transports import Buffers, buckets, memory, pool, shared_memory
 from pitstop.transports.codec import encode, words
 from pitstop.transports.memory import HEADROOM
 from pitstop.transports.memory_link import memory_sending
@@ -33,7 +33,7 @@ async def test_a_plan_that_is_cancelled_while_it_counts_buckets_leaves_no_segmen
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cutting, go = threading.Event(), threading.Event()
-    cut: Any = shared_memory.cut
+    cut: Any = buckets.cut
 
     def slow(*args: Any) -> Any:
         cutting.set()
@@ -64,7 +64,7 @@ async def test_what_receivers_keep_from_one_staged_ring_is_room_for_the_next(
     """Memory that a receiver keeps for the next refit is not free: counted as gone, every second one was refused."""
     nbytes = sum(spec.nbytes for spec in inventory(weights(0)).tensors)
     free = [HEADROOM + workers * nbytes + nbytes // 2 + 2 * 4096]
-    monkeypatch.setattr(shared_memory.memory, "available", lambda: (free[0], "this test"))
+    monkeypatch.setattr(memory, "available", lambda: (free[0], "this test"))
     monkeypatch.setattr(pool, "available", lambda: (1 << 40, "this test"))
     async with rig(tmp_path, buffers=RING, mode="staged") as engine:
         receivers = [Worker() for _ in range(workers)]
