@@ -214,3 +214,18 @@ async def test_an_engine_that_freezes_while_it_takes_a_request_is_given_up() -> 
         request = asyncio.create_task(engine.generate([1], FIVE))
         await asyncio.wait_for(engine.replicas[0].reached(frozenset({Phase.DEAD})), 5)
         request.cancel()
+
+
+async def test_a_refit_whose_replicas_have_all_died_does_not_wait_for_the_trainer_to_send_the_rest() -> None:
+    async with fleet(2) as engine:
+        script = Script()
+        script.plan("send", "hang")
+        handle = engine.refit_to(1, script=script)  # whose receive limit is two minutes
+        await asyncio.sleep(0.05)
+        for sim in engine.sims:
+            sim.die()
+        async with asyncio.timeout(5):
+            with pytest.raises(ReplicaDied):
+                await handle
+        assert handle.report is not None
+        assert {part.error.slug for part in handle.report.replicas.values() if part.error} == {"replica_died"}

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pitstop.engine.errors import DeadlineExceeded, PeerLost
+from pitstop.engine.errors import DeadlineExceeded, DigestMismatch, PeerLost
 from pitstop.engine.refit import route
 from pitstop.engine.worker_ports import Mode
+from pitstop.transports import ring_receiver
 from pitstop.transports.buckets import cut, place
 from pitstop.transports.memory_link import memory_sending
 from pitstop.transports.room import Buffers
@@ -168,3 +169,21 @@ async def test_a_trainer_killed_while_it_fills_the_ring_is_lost_at_once(tmp_path
             trainer.process.kill()
             assert isinstance((await refit).error, PeerLost)
             assert (await engine.refit(memory_sending(weights(2).items(), weight_version=2), [worker])).error is None
+
+
+async def test_what_a_loader_has_written_over_a_slot_spoils_one_refit_and_not_the_next(tmp_path: Path) -> None:
+    async with rig(tmp_path, buffers=ring(4096)) as engine:
+        worker = Worker()
+        for version, fine in ((1, True), (2, False), (3, True)):
+            if version == 2:
+                # The pages become this process's own, and would show for ever what they show now.
+                for mapping in ring_receiver._kept._mappings.values():
+                    mapping.bytes[:] = 255
+            sending = memory_sending(weights(version).items(), weight_version=version)
+            report = await engine.refit(sending, [worker], release=False)
+            assert (report.error is None) is fine
+            if fine:
+                assert await asyncio.to_thread(worker.content) == expected(version)
+            else:
+                assert isinstance(report.error, DigestMismatch)
+            await engine.release(sending, [worker])
