@@ -293,7 +293,7 @@ def main() -> None:
     halves = compare(nbytes, arguments.pairs)
     ways = {"segment": Buffers()} | {
         f"ring_{slots}x{mib}MiB": Buffers(most_nbytes=0, slots=slots, slot_nbytes=mib << 20)
-        for slots, mib in ((2, 4), (4, 4), (8, 4), (4, 16))
+        for slots, mib in ((2, 4), (8, 4), (4, 16), (4, 64))
     }
     whole = {
         f"{way}_{n}": asyncio.run(refit(nbytes, n, arguments.pairs, buffers))

@@ -22,14 +22,13 @@ class Buffers:
 
     A version of at most `most_nbytes` (None: as much as there is) lies in one shared segment, from which it can be
     delivered again. A larger one travels in buckets through a ring of `slots` slots of `slot_nbytes`; on a GPU
-    that trainer and engine share, always, in `device_slots` of `device_slot_nbytes`. Slots that fit into the cores'
-    shared cache are quickest, since the second copy reads what the first one wrote; on a GPU a launch has to be worth
-    it, and the trainer lends the memory.
+    that trainer and engine share, always, in `device_slots` of `device_slot_nbytes`. A slot has to be worth
+    the messages about it, and on a GPU the launch; the memory there is lent by the trainer.
     """
 
     most_nbytes: int | None = None
-    slots: int = 8
-    slot_nbytes: int = 4 << 20
+    slots: int = 4
+    slot_nbytes: int = 16 << 20
     device_slots: int = 4
     device_slot_nbytes: int = 64 << 20
 
