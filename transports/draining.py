@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from pitstop.engine.errors import DigestMismatch, ProtocolViolation, WorkerFailed, names
 from pitstop.engine.worker_ports import ITEMSIZE, TensorSpec, Ticket
-from pitstop.transports.buckets import cut
+from pitstop.transports.buckets import cut, place
 from pitstop.transports.digest import COPY, Work
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class HostDrainer:
         if ticket.in_place:
             _spare.drop()  # who asks for no spare copy has none, that of an earlier refit included
         else:
-            self._spare = _spare.take(sum(-(-spec.nbytes // 512) * 512 for spec in self._specs))
+            self._spare = _spare.take(place(self._specs)[1])
             for row, placed in enumerate(ticket.tensors):
                 self._tensors[row] = _view(self._spare, placed.spec, placed.offset)
 

@@ -129,7 +129,10 @@ class MemorySending:
         """Return when what it takes to read the source is there, or after so long."""
         if self.offer.device:
             # An engine that receives in place would wait for the kernels, suspended.
-            await asyncio.wait({asyncio.wrap_future(aside(lambda: prepare_lent(self.offer.device)))}, timeout=seconds)
+            kernels = asyncio.wrap_future(aside(lambda: prepare_lent(self.offer.device)))
+            # What is wrong with the GPU is found again, and told, when the source is read.
+            kernels.add_done_callback(lambda done: done.cancelled() or done.exception())
+            await asyncio.wait({kernels}, timeout=seconds)
 
     async def send(self, manifest: Manifest, tickets: Sequence[Ticket], ring: Ring | None = None) -> Trailer:
         """See `Sending.send`. Ends soon when cancelled; the source is not read any more then.

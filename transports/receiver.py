@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from abc import ABC, abstractmethod
 from threading import Event, Lock
 from time import monotonic
 from typing import Final
@@ -25,7 +26,7 @@ _proofs: WeakKeyDictionary[Mapping, tuple[tuple[Placed, ...], Proof]] = WeakKeyD
 _proving = Lock()
 
 
-class LinkedReceiver:
+class LinkedReceiver(ABC):
     """A receiver and its line to the engine: beats, hears, and says how it ended. `run` in a thread.
 
     Subclasses receive in `_receive`, calling `_listen` every few milliseconds, and set `_holds` before the sink gets
@@ -82,8 +83,9 @@ class LinkedReceiver:
                 self._say(LetGo(self._ticket.refit_id))
                 self._hang_up()
 
+    @abstractmethod
     def _receive(self, line: Line, sink: WeightSink) -> None:
-        raise NotImplementedError
+        """Receive, prove, hand over; raise what keeps it from that."""
 
     def _trailer(self, line: Line, limit: Limit) -> tuple[int, ...]:
         while self._seal is None:

@@ -204,9 +204,9 @@ def _device(tensors: Sequence[Tensor]) -> str:
     device = devices.pop() if len(devices) == 1 else None
     if device is None or device.type != "cuda":
         return ""
-    import torch
+    from pitstop.transports.cuda_memory import device_id
 
-    return f"cuda:{torch.cuda.get_device_properties(device).uuid}"
+    return device_id(device)
 
 
 def _recorded(tensors: Iterable[Tensor]) -> list[tuple[Any, Any]]:

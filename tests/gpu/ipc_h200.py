@@ -36,7 +36,7 @@ SHAPES["7b"] = {
 }  # fmt: skip
 LONG = SamplingParams(max_tokens=800, temperature=0.0, ignore_eos=True)
 BEGAN = time.perf_counter()
-RIGHT, WRONG = 0.15, 1.5  # mean difference of logprobs: at most under the right weights, at least under others
+RIGHT, WRONG = 0.1, 1.5  # mean difference of logprobs: at most under the right weights, at least under others
 
 
 class Trainer:
