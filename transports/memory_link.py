@@ -74,25 +74,18 @@ async def checkpoint_sending(
         DeadlineExceeded: it was not open within `seconds`. Should it ever be, it is closed.
         CheckpointUnreadable: see `sources.source_of`.
     """
-    opened: Future[MemorySending] = Future()
-    opened.set_running_or_notify_cancel()
 
-    def opening() -> None:
-        try:
-            sending = memory_sending(
-                path, weight_version=weight_version, cast=cast, headers=headers, refit_id=refit_id, observer=observer
-            )
-            if files in (None, sending.files):
-                opened.set_result(sending)
-            else:
-                sending.dropped()
-                changed = CheckpointUnreadable(f"{os.fspath(path)} has changed since the engine booted from it")
-                opened.set_exception(changed)
-        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
-            opened.set_exception(error)
+    def opening() -> MemorySending:
+        sending = memory_sending(
+            path, weight_version=weight_version, cast=cast, headers=headers, refit_id=refit_id, observer=observer
+        )
+        if files not in (None, sending.files):
+            sending.dropped()
+            raise CheckpointUnreadable(f"{os.fspath(path)} has changed since the engine booted from it")
+        return sending
 
     # Not the loop's executor: see `send`.
-    threading.Thread(target=opening, name="pitstop-open", daemon=True).start()
+    opened = aside(opening)
     waiting = asyncio.wrap_future(opened)
     waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it any more
     try:
