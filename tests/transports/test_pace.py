@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pitstop.engine.errors import InvalidRequest, OfferRejected, ProtocolViolation
-from pitstop.engine.worker_ports import ITEMSIZE, TensorSpec, WorkerLayout
+from pitstop.engine.worker_ports import ITEMSIZE, Manifest, Offer, TensorSpec, Ticket, WorkerLayout
 from pitstop.transports.buckets import ALIGNMENT, cut
+from pitstop.transports.messages import Lend
 from pitstop.transports.pace import Pace
 from pitstop.transports.room import Buffers, choose
+from pitstop.transports.seats import Pacing, Seated, Underway
 
 GIB = 1 << 30
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
@@ -142,3 +145,45 @@ def test_staging_that_fits_nowhere_is_refused_and_says_what_would_do(device: str
 def test_buffers_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(wrong))):
         Buffers(**wrong)
+
+
+class Heard:
+    """A client as far as a seat needs one."""
+
+    beats = True
+    heard_at = 0.0
+
+    def __init__(self) -> None:
+        self.messages: list[object] = []
+
+    def post(self, message: object) -> bool:
+        self.messages.append(message)
+        return True
+
+
+def lending() -> tuple[Underway, Pacing]:
+    refit = Underway(Offer("r", 1, ()), Manifest(()), None, (60.0, 5.0))
+    refit.paced(3, 2, lent_nbytes=1024)
+    assert refit.ring is not None
+    return refit, refit.ring
+
+
+def test_a_ring_of_a_gpu_is_lent_once_large_enough_and_before_anything_is_written() -> None:
+    _, ring = lending()
+    with pytest.raises(ProtocolViolation, match="never lent"):
+        ring.filled(1)
+    with pytest.raises(ProtocolViolation, match="1023 bytes was lent, where 1024"):
+        ring.lent(bytes(64), 1023)
+    ring.lent(bytes(64), 1024)
+    with pytest.raises(ProtocolViolation, match="lent before"):
+        ring.lent(bytes(64), 1024)
+    ring.filled(1)
+
+
+def test_a_receiver_that_comes_after_the_ring_was_lent_hears_of_it() -> None:
+    refit, ring = lending()
+    ring.lent(bytes(64), 1024)
+    seat = Seated(refit, Ticket("r", "r0", 1, 0, "", "", 1024, (), "", "t", 60.0, 5.0, 2, 512, "cuda:a"))
+    client: Any = Heard()
+    seat.welcomed(client)
+    assert client.messages == [Lend("r", bytes(64), 1024)]
