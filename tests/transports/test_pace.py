@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pitstop.engine.errors import InvalidRequest, OfferRejected, ProtocolViolation
 from pitstop.engine.worker_ports import ITEMSIZE, Manifest, Offer, TensorSpec, Ticket, WorkerLayout
 from pitstop.transports.buckets import ALIGNMENT, cut
-from pitstop.transports.messages import Lend
+from pitstop.transports.messages import Drained, Lend, Report
 from pitstop.transports.pace import Pace
 from pitstop.transports.room import Buffers, choose
 from pitstop.transports.seats import Pacing, Seated, Underway
@@ -187,3 +187,18 @@ def test_a_receiver_that_comes_after_the_ring_was_lent_hears_of_it() -> None:
     client: Any = Heard()
     seat.welcomed(client)
     assert client.messages == [Lend("r", bytes(64), 1024)]
+
+
+def test_a_receiver_that_attaches_when_the_ring_is_being_filled_is_refused_and_holds_up_nobody() -> None:
+    refit = Underway(Offer("r", 1, ()), Manifest(()), None, (60.0, 5.0))
+    refit.paced(3, 2)
+    assert refit.ring is not None
+    early, late = (
+        Seated(refit, Ticket("r", "r0", 1, rank, "", "", 1024, (), "", str(rank), 60.0, 5.0, 2, 512)) for rank in (0, 1)
+    )
+    early.heard(Report("r", "attached"))
+    refit.ring.filled(2)
+    with pytest.raises(ProtocolViolation, match="came when 2 of 3"):
+        late.heard(Report("r", "attached"))
+    early.heard(Drained("r", 2))
+    assert refit.ring.drained == 2
