@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pitstop.engine.vllm_backend.reload import Reload
+    from pitstop.engine.vllm_backend.loading import Loading
     from pitstop.engine.worker_ports import Bucket, TensorSpec, Ticket
 
     Tensors = Sequence[tuple[TensorSpec, Tensor]]
 
 
-class LayerwiseSink:
+class LoadingSink:
     """The `WeightSink` of one ticket. `landed` comes from the receiver's thread, all else from the worker's.
 
     `touched` is True from the moment on at which live bytes may have changed. `busy` is the model's: whoever loads
     or undoes holds it, whichever refit it is for.
     """
 
-    def __init__(self, ticket: Ticket, reload: Reload, tied: Mapping[str, str], busy: Lock) -> None:
+    def __init__(self, ticket: Ticket, loading: Loading, tied: Mapping[str, str], busy: Lock) -> None:
         self.touched = False
-        self._ticket, self._reload, self._tied, self._busy = ticket, reload, tied, busy
+        self._ticket, self._loading, self._tied, self._busy = ticket, loading, tied, busy
         self._missing = {placed.spec.name for placed in ticket.tensors}
         self._shared: set[str] = set()
         self._kept: dict[str, tuple[TensorSpec, Tensor]] = {}
@@ -58,7 +58,7 @@ class LayerwiseSink:
             finally:
                 if self._stopped:
                     # The worker's thread may have waited for this in vain: then nobody else undoes it.
-                    self._reload.undo()
+                    self._loading.undo()
 
     def _expected(self, tensors: Tensors) -> None:
         strange = []
@@ -73,8 +73,8 @@ class LayerwiseSink:
     def _load(self, tensors: Tensors) -> None:
         if not self.touched:
             self.touched = True
-            self._reload.begin()
-        self._reload.feed(self._untied(tensors))
+            self._loading.begin()
+        self._loading.feed(self._untied(tensors))
 
     def _untied(self, tensors: Tensors) -> Tensors:
         """Load each of two tied tensors once, under the embedding's name: models ignore the head's."""
@@ -101,7 +101,7 @@ class LayerwiseSink:
             self._applied = True
             if not self._ticket.in_place:
                 self._load([self._kept[placed.spec.name] for placed in self._ticket.tensors])
-            self._reload.complete()
+            self._loading.complete()
             self._whole = True
 
     def finalize(self) -> None:
@@ -109,7 +109,7 @@ class LayerwiseSink:
         with self._held():
             if not self._whole or self._finished or self._stopped:
                 raise ProtocolViolation(f"refit {self._ticket.refit_id} has nothing to finalize")
-            self._reload.finish()
+            self._loading.finish()
             self._finished = True
 
     def undo(self) -> None:
@@ -128,7 +128,7 @@ class LayerwiseSink:
 
     def _close(self) -> None:
         if self.touched and not self._finished:
-            self._reload.undo()
+            self._loading.undo()
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:

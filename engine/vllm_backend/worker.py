@@ -18,8 +18,8 @@ import msgspec
 
 from pitstop.engine.errors import ErrorRecord, LocalError, PitstopError, ProtocolViolation, WorkerFailed
 from pitstop.engine.vllm_backend.fingerprint import fingerprint
-from pitstop.engine.vllm_backend.reload import Reload
-from pitstop.engine.vllm_backend.sink import LayerwiseSink
+from pitstop.engine.vllm_backend.loading import loading
+from pitstop.engine.vllm_backend.sink import LoadingSink
 from pitstop.engine.vllm_backend.watch import start_watch
 from pitstop.engine.worker_ports import Receiver, Ticket, WorkerLayout, WorkerOp, WorkerReply
 
@@ -50,7 +50,7 @@ def receiver_class(name: str) -> Callable[[Ticket], Receiver]:
 class Landing:
     """One refit on its way into this worker: a sink, and a receiver that fills it from a thread."""
 
-    def __init__(self, ticket: Ticket, sink: LayerwiseSink) -> None:
+    def __init__(self, ticket: Ticket, sink: LoadingSink) -> None:
         self.sink = sink
         self._receiver = receiver_class(ticket.receiver)(ticket)
         self._thread = threading.Thread(target=self._receive, daemon=True, name=f"pitstop-receive-{ticket.refit_id}")
@@ -122,10 +122,8 @@ class WorkerSide:
             raise ProtocolViolation(f"{len(mine)} tickets for rank {self._worker.rank}, not one")
         if op.refit_id in self._landings:
             raise ProtocolViolation(f"refit {op.refit_id} is already being received")
-        parallel = self._worker.vllm_config.parallel_config
-        whole = parallel.pipeline_parallel_size == 1
-        reload = Reload(self._worker.get_model(), self._worker.vllm_config, self._worker.device, whole)
-        self._landings[op.refit_id] = Landing(mine[0], LayerwiseSink(mine[0], reload, self._tied, self._busy))
+        sink = LoadingSink(mine[0], loading(self._worker), self._tied, self._busy)
+        self._landings[op.refit_id] = Landing(mine[0], sink)
         return reply
 
     def _landing(self, op: WorkerOp) -> Landing:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pitstop.engine.errors import DeadlineExceeded, MissingTensors, ProtocolViolation
-from pitstop.engine.vllm_backend.sink import LayerwiseSink
+from pitstop.engine.vllm_backend.sink import LoadingSink
 from pitstop.engine.worker_ports import Bucket, Placed, TensorSpec, Ticket
 
 A, B, HEAD = (TensorSpec(name, "float32", (1,)) for name in ("a", "b", "head"))
@@ -49,10 +49,10 @@ class Slow:
         self._do("undo")
 
 
-def sink(reload: Slow, busy: threading.Lock, *specs: TensorSpec, in_place: bool = True) -> LayerwiseSink:
+def sink(reload: Slow, busy: threading.Lock, *specs: TensorSpec, in_place: bool = True) -> LoadingSink:
     placed = tuple(Placed(spec, 0) for spec in specs)
     ticket = Ticket("r", "replica-0", 1, 0, "", "", 0, placed, "", "", 1.0, 0.05, in_place=in_place)
-    return LayerwiseSink(ticket, reload, {"head": "a"}, busy)  # type: ignore[arg-type]
+    return LoadingSink(ticket, reload, {"head": "a"}, busy)  # type: ignore[arg-type]
 
 
 def bucket(*specs: TensorSpec) -> Bucket:
