@@ -79,10 +79,25 @@ async def started(model: Path) -> AsyncIterator[Engine]:
     assert not [pid for pid in pids if _runs(pid)]
 
 
+def freeze(pid: int) -> None:
+    """Stop a process, and return when none of its threads runs: the signal waits for its main thread to be scheduled.
+
+    Until then its others could still do what they are told to after this.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    while any(_state(task / "stat") != "T" for task in tasks.iterdir()):
+        time.sleep(0.0005)
+
+
+def _state(stat: Path) -> str:
+    return stat.read_text().rpartition(")")[2].split()[0]
+
+
 def _runs(pid: int) -> bool:
     """A zombie has let go of everything: Python reaps it when it next starts a process."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return _state(Path(f"/proc/{pid}/stat")) != "Z"
     return False
 
 
@@ -166,7 +181,10 @@ async def test_a_core_that_is_struck_at_a_step_is_one_typed_error_and_the_other_
         def strike(step: str) -> None:
             if step == where and not struck:
                 struck.append(time.monotonic())
-                os.kill(pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+                if how == "stop":
+                    freeze(pid)
+                else:
+                    os.kill(pid, signal.SIGKILL)
 
         engine.watched.at = strike
         async with Busy(engine) as busy:
