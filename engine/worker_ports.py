@@ -199,27 +199,47 @@ class Bucket:
     tensors: Sequence[tuple[TensorSpec, Tensor]]
 
 
-WorkerVerb = Literal["describe", "receive", "apply", "finalize", "undo", "release", "fingerprint"]
+WorkerVerb = Literal[
+    "describe", "learn", "receive", "apply", "finalize", "undo", "release", "fingerprint", "ways"
+]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOp:
     """An order to every worker rank of a replica.
 
+    `learn` has it find out how `tensors`, the inventory, get into its live parameters; nothing runs the model then.
     `receive` starts a receiver thread for the rank's ticket and returns at once. `apply` puts what landed for
     `refit_id` into the live parameters, or checks that it is there whole if it was received in place; `finalize` does
     the post-load work; `undo` ends receiving and makes a model that was left half loaded runnable (never clean);
-    `release` drops what landed. `fingerprint` returns a number for each tensor of the live model.
+    `release` drops what landed. `fingerprint` returns a number for each tensor of the live model, `ways` how each
+    tensor of the next version will be loaded.
     """
 
     verb: WorkerVerb
     refit_id: str = ""
     tickets: tuple[Ticket, ...] = ()
+    tensors: tuple[TensorSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """How one rank's tensors got into its live parameters: `copied` by a load plan, or `reloaded` by the engine's loader.
+
+    `why` is the reason of the first that was reloaded.
+    """
+
+    copied: int = 0
+    reloaded: int = 0
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReply:
-    """One rank's answer to a `WorkerOp`. `touched`: live bytes may have changed."""
+    """One rank's answer to a `WorkerOp`. `touched`: live bytes may have changed.
+
+    `ways` comes with `finalize`; `way_of` answers `ways`: "copied", or why not, by tensor.
+    """
 
     rank: int
     touched: bool = False
@@ -227,6 +247,8 @@ class WorkerReply:
     layout: WorkerLayout | None = None
     error: ErrorRecord | None = None
     fingerprint: dict[str, str] | None = None
+    ways: Ways | None = None
+    way_of: dict[str, str] | None = None
 
 
 class WeightSink(Protocol):

@@ -17,7 +17,7 @@ from pitstop.engine.request import Request
 from pitstop.engine.vllm_backend.boot import Abandoned, Boot, Settings, Started, StartMethod, start_engine
 from pitstop.engine.vllm_backend.incarnation import Incarnation
 from pitstop.engine.vllm_backend.leg import VllmLeg
-from pitstop.engine.worker_ports import WorkerLayout, WorkerOp, WorkerReply
+from pitstop.engine.worker_ports import Inventory, WorkerLayout, WorkerOp, WorkerReply
 
 T = TypeVar("T")
 
@@ -94,6 +94,7 @@ class VllmBackend:
         # Fetched by vLLM at the first request otherwise, by a call that never ends if the engine dies under it.
         await life.call("list its tasks", started.llm.get_supported_tasks())
         layout = await self._describe()
+        await self._learn(started.inventory)
         config = started.llm.model_config
         # A restart loads the same old checkpoint: what the fleet has moved on to is not proven by it.
         proven = started.proven and self._incarnation <= 1
@@ -107,6 +108,12 @@ class VllmBackend:
             config.get_vocab_size(),
             life.pid,
         )
+
+    async def _learn(self, inventory: Inventory) -> None:
+        replies = await self.call_workers(WorkerOp("learn", tensors=inventory.tensors))
+        for reply in replies:
+            if reply.error is not None:
+                raise from_record(reply.error)
 
     async def _describe(self) -> tuple[WorkerLayout, ...]:
         replies = await self.call_workers(WorkerOp("describe"))

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pitstop.engine.errors import MissingTensors, UnexpectedTensors, names
+from pitstop.engine.vllm_backend.layers import is_attention
 from pitstop.engine.vllm_backend.tally import Tally
+from pitstop.engine.worker_ports import Ways
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,15 +26,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Reload:
-    """One reload of one model: `begin`, `feed` as often as there is something, `complete`, `finish`.
+    """Implements `Loading` by vLLM's reload of one model, or of some `layers` of it.
 
-    `config` is vLLM's; `whole` says that this rank's model uses every tensor. One call at a time, from any thread.
+    `config` is vLLM's; `whole` says that this rank's model uses every tensor; `why` is the reason that there is no
+    load plan.
     """
 
     model: Module
     config: Any
     device: Any
     whole: bool
+    layers: tuple[Module, ...] | None = None
+    why: str = ""
+    _fed: int = 0
     _tally: Tally = field(default_factory=Tally)
     _unloaded: list[Module] = field(default_factory=list)
 
@@ -55,13 +61,28 @@ class Reload:
 
         # What a refit left that failed and was not undone: vLLM would take its layers for prepared.
         self.undo()
-        self._tally = Tally()
+        self._tally, self._fed = Tally(), 0
         with self._inside():
-            initialize_layerwise_reload(self.model)
+            initialize_layerwise_reload(self._part)
+
+    @property
+    def _part(self) -> Any:
+        return self.model if self.layers is None else _Layers(self.layers)
+
+    def ready(self, tensors: Sequence[tuple[TensorSpec, Tensor]]) -> None:
+        """Do nothing: there is nothing that could be made ready."""
+
+    def forget(self) -> None:
+        """Do nothing: nothing was made ready."""
+
+    def ways(self) -> Ways:
+        """Say how the tensors were loaded."""
+        return Ways(0, self._fed, self.why)
 
     def feed(self, tensors: Sequence[tuple[TensorSpec, Tensor]]) -> None:
         """Load some of a version's tensors, in any order. vLLM keeps those whose layer lacks others."""
         model: Any = self.model
+        self._fed += len(tensors)
         with self._inside():
             self._tally.load(model.load_weights, tensors)
 
@@ -96,7 +117,7 @@ class Reload:
         missing: list[str] = []
         for name, layer, info in layers:
             own = _own(layer, info)
-            if not info.can_load() or not own or _is_attention(layer):
+            if not info.can_load() or not own or is_attention(layer):
                 continue
             if info.load_numel > 0:
                 missing += [f"{name}.{part}" for part in tally.short(layer)] if self._exact() else []
@@ -115,7 +136,7 @@ class Reload:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         with self._inside():
-            finalize_layerwise_reload(self.model, self.config.model_config)
+            finalize_layerwise_reload(self._part, self.config.model_config)
             if self.device.type == "cpu":
                 self._repack()
         _synchronize(self.device)
@@ -126,7 +147,7 @@ class Reload:
             # A tied head computes from a packed copy of the embedding.
             if (method := getattr(layer, "quant_method", None)) is not None and hasattr(layer, "weight"):
                 method.process_weights_after_loading(layer)
-        for layer in self.model.modules():
+        for layer in self._part.modules():
             method = getattr(layer, "quant_method", None)
             kernel = getattr(method, "moe_kernel", None)
             experts: Any = getattr(kernel, "fused_experts", None)
@@ -151,22 +172,22 @@ class Reload:
         self._tally = Tally()
 
 
+class _Layers:
+    """Some layers of a model, as far as vLLM's reload looks at a model."""
+
+    def __init__(self, layers: tuple[Module, ...]) -> None:
+        self._layers = layers
+
+    def modules(self) -> Iterator[Module]:
+        """Return them, without what is inside them."""
+        return iter(self._layers)
+
+
 def _own(layer: Module, info: Any) -> dict[str, Parameter]:
     """Return the parameters that a layer computes with, also while stand-ins are in their place."""
     if info.can_load() and info.kernel_tensors is not None:
         return dict(info.kernel_tensors[0])
     return {name: value for name, value in layer._parameters.items() if value is not None}
-
-
-def _is_attention(layer: Module) -> bool:
-    # Its parameters are scales that most checkpoints lack; vLLM keeps the old ones.
-    try:
-        from vllm.model_executor.layers.attention import is_deferred_attention_layer
-    except ImportError:
-        from vllm.model_executor.layers.attention import Attention, MLAAttention
-
-        return isinstance(layer, Attention | MLAAttention)
-    return bool(is_deferred_attention_layer(layer))
 
 
 def _in_place(layer: Module, work: Any) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pitstop.engine.vllm_backend.loading import Loading
-    from pitstop.engine.worker_ports import Bucket, TensorSpec, Ticket
+    from pitstop.engine.worker_ports import Bucket, TensorSpec, Ticket, Ways
 
     Tensors = Sequence[tuple[TensorSpec, Tensor]]
 
@@ -34,6 +34,7 @@ class LoadingSink:
         self._missing = {placed.spec.name for placed in ticket.tensors}
         self._shared: set[str] = set()
         self._kept: dict[str, tuple[TensorSpec, Tensor]] = {}
+        self._chosen: Tensors = []
         self._stopped = self._applied = self._whole = self._finished = False
 
     def landed(self, bucket: Bucket) -> None:
@@ -49,9 +50,12 @@ class LoadingSink:
             self._expected(bucket.tensors)
             if not self._ticket.in_place:
                 self._kept |= {spec.name: (spec, tensor) for spec, tensor in bucket.tensors}
+                if not self._missing:
+                    self._chosen = self._untied([self._kept[placed.spec.name] for placed in self._ticket.tensors])
+                    self._loading.ready(self._chosen)
                 return
             try:
-                self._load(bucket.tensors)
+                self._load(self._untied(bucket.tensors))
             except BaseException:
                 self._stopped = True
                 raise
@@ -74,7 +78,7 @@ class LoadingSink:
         if not self.touched:
             self.touched = True
             self._loading.begin()
-        self._loading.feed(self._untied(tensors))
+        self._loading.feed(tensors)
 
     def _untied(self, tensors: Tensors) -> Tensors:
         """Load each of two tied tensors once, under the embedding's name: models ignore the head's."""
@@ -100,7 +104,7 @@ class LoadingSink:
                 )
             self._applied = True
             if not self._ticket.in_place:
-                self._load([self._kept[placed.spec.name] for placed in self._ticket.tensors])
+                self._load(self._chosen)
             self._loading.complete()
             self._whole = True
 
@@ -124,7 +128,14 @@ class LoadingSink:
         # A load that does not end now sees `_stopped` when it does.
         with contextlib.suppress(DeadlineExceeded), self._held():
             self._kept.clear()
+            self._chosen = []
+            self._loading.forget()
             self._close()
+
+    @property
+    def ways(self) -> Ways:
+        """How what was loaded got into the model."""
+        return self._loading.ways()
 
     def _close(self) -> None:
         if self.touched and not self._finished:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pitstop.engine.vllm_backend.layers import NEVER_LOADED, wanted
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
@@ -87,26 +89,9 @@ class Tally:
             name
             for name, parameter in layer._parameters.items()
             if parameter is not None
-            and name not in _NEVER_LOADED
-            and self._elements.get(id(parameter), 0) < _wanted(layer, name, parameter)
+            and name not in NEVER_LOADED
+            and self._elements.get(id(parameter), 0) < wanted(layer, name, parameter)
         ]
-
-
-_NEVER_LOADED = frozenset(
-    {
-        "_expert_map", "expert_mask", "expert_global_to_physical", "expert_physical_to_global",
-        "expert_local_to_global", "e_score_correction_bias",
-    }
-)  # fmt: skip
-"""What vLLM's reload leaves alone."""
-
-
-def _wanted(layer: Module, name: str, parameter: Any) -> int:
-    rows = getattr(layer, "shard_indices", None)
-    if rows is not None and name == "weight":
-        # A vocabulary is padded up to what kernels like.
-        return int(rows.num_org_elements) * int(parameter.numel() // max(parameter.shape[0], 1))
-    return int(getattr(parameter, "weight_loader_numel", parameter.numel()))
 
 
 def _is_content(value: object) -> bool:

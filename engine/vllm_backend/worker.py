@@ -18,7 +18,7 @@ import msgspec
 
 from pitstop.engine.errors import ErrorRecord, LocalError, PitstopError, ProtocolViolation, WorkerFailed
 from pitstop.engine.vllm_backend.fingerprint import fingerprint
-from pitstop.engine.vllm_backend.loading import loading
+from pitstop.engine.vllm_backend.loading import knowledge_of, loading
 from pitstop.engine.vllm_backend.sink import LoadingSink
 from pitstop.engine.vllm_backend.watch import start_watch
 from pitstop.engine.worker_ports import Receiver, Ticket, WorkerLayout, WorkerOp, WorkerReply
@@ -115,6 +115,19 @@ class WorkerSide:
         layout = WorkerLayout("", 0, self._worker.rank, world, os.getpid(), str(device), *_memory(device))
         return replace(reply, layout=layout)
 
+    def learn(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
+        """Watch the model's loader. That there is no plan then is no error: versions are loaded without."""
+        knowledge, _ = knowledge_of(self._worker.get_model())
+        cpu = self._worker.device.type == "cpu"
+        with set_config(self._worker.vllm_config):
+            knowledge.learn(self._worker.get_model(), op.tensors, cpu=cpu)
+        return reply
+
+    def ways(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
+        """Say how the next version's tensors will be loaded."""
+        knowledge, _ = knowledge_of(self._worker.get_model())
+        return replace(reply, way_of={spec.name: knowledge.way_of(spec.name) for spec in op.tensors})
+
     def receive(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Start the receiver of this rank's ticket."""
         mine = [ticket for ticket in op.tickets if ticket.rank == self._worker.rank]
@@ -139,8 +152,9 @@ class WorkerSide:
 
     def finalize(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Do the post-load work."""
-        self._landing(op).sink.finalize()
-        return reply
+        sink = self._landing(op).sink
+        sink.finalize()
+        return replace(reply, ways=sink.ways)
 
     def undo(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Make a half-loaded model runnable again. Nothing to do if nothing was received."""
@@ -157,6 +171,13 @@ class WorkerSide:
         if (landing := self._landings.pop(op.refit_id, None)) is not None:
             landing.release()
         return reply
+
+
+def set_config(config: Any) -> Any:
+    """Return vLLM's context in which its loaders find their configuration."""
+    from vllm.config import set_current_vllm_config
+
+    return set_current_vllm_config(config)
 
 
 def _warm(receivers: list[str], device: str) -> None:

@@ -1,0 +1,221 @@
+"""Where a model's own loader puts the tensors of a checkpoint: learned by watching it, without touching the model.
+
+The loader runs on stand-ins: every parameter and buffer is replaced, for the time of the trace, by one on the meta
+device that has its class, shape and loader but no memory, and so is every tensor of the checkpoint. What the loader
+copies is then a pair of views, and what it computes shows as a copy out of memory that no checkpoint tensor owns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+    from pitstop.engine.worker_ports import TensorSpec
+
+_LOOKED_UP: Final = frozenset(
+    {
+        "_expert_map", "expert_mask", "expert_global_to_physical", "expert_physical_to_global",
+        "expert_local_to_global",
+    }
+)  # fmt: skip
+"""Buffers that loaders read to find out what is theirs: without content they could not."""
+
+
+_FILLS: Final = frozenset({"aten::fill_", "aten::zero_"})
+"""What loaders pad a vocabulary with: it stays as the first load has left it. A fill that undoes a copy is found out
+when the plan is proven."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A view of some memory: offset, size and stride, in elements."""
+
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return this view of a tensor that starts where the memory does."""
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A part of a checkpoint tensor, and the place that it is copied to in a parameter (or buffer)."""
+
+    tensor: str
+    source: View
+    parameter: str
+    target: View
+
+
+@dataclass(slots=True)
+class Traced:
+    """What a load does with each tensor. Parameters (and buffers) go by the first of their names.
+
+    `lands` says which parameters a tensor reaches, in whatever way; `computed`, which get something else than copies,
+    and what. `forms` are the parameters as a checkpoint is loaded into them; `aliases` lists all names of each.
+    """
+
+    moves: dict[str, list[Move]]
+    lands: dict[str, set[str]]
+    computed: dict[str, str] = field(default_factory=dict)
+    forms: dict[str, Tensor] = field(default_factory=dict)
+    aliases: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def first(self) -> dict[str, str]:
+        """Return the first name of each parameter, by all of its names."""
+        return {name: first for first, names in self.aliases.items() for name in names}
+
+
+def trace(model: Any, specs: Sequence[TensorSpec]) -> Traced:
+    """Have `model.load_weights` load tensors of these specs, and return what it did with them.
+
+    Nothing may run the model meanwhile. Raises whatever the loader raises when it looks for content.
+    """
+    import torch
+
+    sources = {
+        spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs
+    }
+    traced = Traced({spec.name: [] for spec in specs}, {spec.name: set() for spec in specs})
+    with _stand_ins(model, traced), torch.no_grad():
+        watch = _Watch(traced, sources)
+        with watch:
+            model.load_weights((name, tensor) for name, tensor in sources.items())
+        for name, form in _current(model, traced):
+            if _memory(form) != watch.memory_of(name):
+                traced.computed[name] = "is replaced while it loads"
+    return traced
+
+
+class _Watch(TorchDispatchMode):
+    """Writes down every copy out of a source into a stand-in, and everything else that changes a stand-in."""
+
+    def __init__(self, traced: Traced, sources: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._traced = traced
+        self._sources = {_memory(tensor): name for name, tensor in sources.items()}
+        self._origins = {memory: frozenset({name}) for memory, name in self._sources.items()}
+        self._memory = {name: _memory(form) for name, form in traced.forms.items()}
+        self._targets = {memory: name for name, memory in self._memory.items()}
+        self._seen: list[Tensor] = []  # or their memory would be used again, and taken for theirs
+
+    def memory_of(self, name: str) -> int:
+        """Say what memory a stand-in had at first."""
+        return self._memory[name]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        import torch
+
+        result = func(*args, **(kwargs or {}))
+        origins = self._origins_of((args, kwargs))
+        for made in _tensors(result):
+            if origins and _memory(made) not in self._origins and _memory(made) not in self._targets:
+                self._origins[_memory(made)] = origins
+                self._seen.append(made)
+        if func is torch.ops.aten.copy_.default:
+            self._copied(args[0], args[1])
+        elif func._schema.is_mutable and func._schema.name not in _FILLS:
+            for told, value in zip(func._schema.arguments, args, strict=False):
+                if told.alias_info is not None and told.alias_info.is_write and isinstance(value, torch.Tensor):
+                    self._changed(value, origins, f"is changed by {func._schema.name}")
+        return result
+
+    def _origins_of(self, values: Any) -> frozenset[str]:
+        none: frozenset[str] = frozenset()
+        return none.union(*(self._origins.get(_memory(value), none) for value in _tensors(values)))
+
+    def _copied(self, target: Tensor, source: Tensor) -> None:
+        origins = self._origins_of(source)
+        name = self._sources.get(_memory(source))
+        if name is None:
+            self._changed(target, origins, "gets what is computed from the checkpoint")
+        elif target.shape != source.shape:
+            self._changed(target, origins, f"gets {list(source.shape)} spread over {list(target.shape)}")
+        elif (parameter := self._targets.get(_memory(target))) is not None:
+            self._traced.moves[name].append(Move(name, _view(source), parameter, _view(target)))
+            self._traced.lands[name].add(parameter)
+        else:
+            # Something on the way, which holds more than what it was made from from here on.
+            memory = _memory(target)
+            self._origins[memory] = self._origins.get(memory, frozenset()) | origins
+            self._seen.append(target)
+
+    def _changed(self, target: Tensor, origins: frozenset[str], how: str) -> None:
+        if (parameter := self._targets.get(_memory(target))) is not None:
+            self._traced.computed[parameter] = how
+            for name in origins:
+                self._traced.lands[name].add(parameter)
+
+
+@contextlib.contextmanager
+def _stand_ins(model: Module, traced: Traced) -> Iterator[None]:
+    kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    made: dict[int, tuple[str, Tensor]] = {}
+    try:
+        for prefix, layer in model.named_modules():
+            for held in (layer._parameters, layer._buffers):
+                kept.append((held, dict(held)))
+                for name, value in kept[-1][1].items():
+                    if value is None or name in _LOOKED_UP:
+                        continue
+                    full = f"{prefix}.{name}" if prefix else name
+                    if id(value) not in made:
+                        made[id(value)] = full, _stand_in(layer, name, value)
+                        traced.forms[full] = made[id(value)][1]
+                    first, held[name] = made[id(value)]
+                    traced.aliases.setdefault(first, []).append(full)
+        yield
+    finally:
+        for held, before in kept:
+            held.clear()
+            held.update(before)
+
+
+def _stand_in(layer: Module, name: str, value: Any) -> Tensor:
+    import torch
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    # As the checkpoint is loaded into it; what post-load work made of it may have another shape and no loader.
+    parameters, buffers = get_layerwise_info(layer).restore_metadata
+    form: Any = parameters.get(name, buffers.get(name, value))
+    bare = torch.empty_strided(form.size(), form.stride(), dtype=form.dtype, device="meta")
+    bare.__class__ = form.__class__
+    bare.__dict__ = form.__dict__.copy()
+    stand_in: Tensor = restore_layer_refs(bare, layer)
+    return stand_in
+
+
+def _current(model: Module, traced: Traced) -> Iterator[tuple[str, Tensor]]:
+    for prefix, layer in model.named_modules():
+        for held in (layer._parameters, layer._buffers):
+            for name, value in held.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if value is not None and full in traced.forms:
+                    yield full, value
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _view(tensor: Tensor) -> View:
+    return View(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
