@@ -216,9 +216,11 @@ class Actions:
 
     async def _finalize(self) -> Event:
         replica, job, limit = self._replica, self._job, self._limits.finalize
-        error = _first_error(await self._workers("finalize", limit, "finalize"))
-        if error is not None:
+        replies = await self._workers("finalize", limit, "finalize")
+        if (error := _first_error(replies)) is not None:
             raise error
+        # The rank that shows the most of what a plan does not cover.
+        job.ways = max((r.ways for r in replies if r.ways is not None), key=lambda w: w.reloaded, default=None)
         # Under `keep` the engine refuses a reset while requests hold blocks; their salt keeps others off them.
         if job.options.policy != "keep" or not job.live:
             fresh = await bounded(replica.backend.reset_cache(), limit, replica=replica.name, phase="finalize")

@@ -13,7 +13,7 @@ from pitstop.engine.handle import Milestone
 from pitstop.engine.ledger import Place
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.refit import RefitOptions, ReplicaReport
-from pitstop.engine.worker_ports import Ticket
+from pitstop.engine.worker_ports import Ticket, Ways
 
 T = TypeVar("T")
 
@@ -67,6 +67,7 @@ class Job:
     bubble: float | None = None
     error: PitstopError | None = None
     committed: bool = False
+    ways: Ways | None = None
     ended_at: float = 0.0
     _entered: tuple[str, float] | None = None
 
@@ -88,7 +89,9 @@ class Job:
     def conclude(self) -> None:
         """Hand the report to whoever waits. Idempotent."""
         if not self.done.done():
-            report = ReplicaReport(self.replica, self.committed, dict(self.seconds), self.live, self.bubble, self.error)
+            report = ReplicaReport(
+                self.replica, self.committed, dict(self.seconds), self.live, self.bubble, self.error, self.ways
+            )  # fmt: skip
             self.done.set_result(report)
 
 

@@ -21,7 +21,7 @@ from pitstop.engine.errors import (
     names,
     near,
 )
-from pitstop.engine.worker_ports import MODES, Inventory, Manifest, Mode, Offer, Routed, TensorSpec, Trailer
+from pitstop.engine.worker_ports import MODES, Inventory, Manifest, Mode, Offer, Routed, TensorSpec, Trailer, Ways
 
 Policy = Literal["keep", "recompute", "wait", "abort"]
 POLICIES: Final[tuple[Policy, ...]] = ("keep", "recompute", "wait", "abort")
@@ -208,7 +208,8 @@ class ReplicaReport:
 
     What is received in place has no stage.
     The bubble is the wall time from the last token before the suspend to the first after the resume; None when
-    no request was in flight throughout.
+    no request was in flight throughout. `ways` says how its tensors got into the live parameters; None where that is
+    not known.
     """
 
     replica: str
@@ -217,6 +218,7 @@ class ReplicaReport:
     live: int = 0
     bubble: float | None = None
     error: PitstopError | None = None
+    ways: Ways | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,6 +268,8 @@ class Replica:
                 "policy": job.options.policy, "live": job.live, "released": job.released,
                 "bytes": job.nbytes, "tensors": job.tensors, "mode": job.mode,
             }  # fmt: skip
+            if job.ways is not None:
+                detail |= {"copied": job.ways.copied, "reloaded": job.ways.reloaded, "why_reloaded": job.ways.why}
         error = getattr(event, "slug", None)
         version = job.weight_version if job else self.weight_version
         return Transition(

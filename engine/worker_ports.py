@@ -199,9 +199,7 @@ class Bucket:
     tensors: Sequence[tuple[TensorSpec, Tensor]]
 
 
-WorkerVerb = Literal[
-    "describe", "learn", "receive", "apply", "finalize", "undo", "release", "fingerprint", "ways"
-]
+WorkerVerb = Literal["describe", "learn", "receive", "apply", "finalize", "undo", "release", "fingerprint", "ways"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +222,7 @@ class WorkerOp:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """How one rank's tensors got into its live parameters: `copied` by a load plan, or `reloaded` by the engine's loader.
+    """How many of a rank's tensors were `copied` into its parameters by a load plan, or `reloaded` by the engine.
 
     `why` is the reason of the first that was reloaded.
     """

@@ -111,7 +111,10 @@ def learn(model: Any, specs: Sequence[TensorSpec], *, cpu: bool, least: float = 
         {name: tuple(found) for name, found in traced.moves.items()},
         {name: frozenset(found) for name, found in traced.lands.items()},
         owners,
-        {base: " ".join(sorted({kind_of(modules[layer]) for layer in layers} - {""})) for base, layers in owners.items()},
+        {
+            base: " ".join(sorted({kind_of(modules[layer]) for layer in layers} - {""}))
+            for base, layers in owners.items()
+        },
         frozenset(prefix for prefix, layer in modules.items() if derives_from_others(layer)),
     )
     plan = split(learned, bad)

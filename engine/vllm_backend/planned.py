@@ -107,9 +107,7 @@ class Proving:
         moves = [(move, tensor) for spec, tensor in tensors for move in plan.moves.get(spec.name, ())]
         parts = [move.source.of(tensor) for move, tensor in moves]
         # As they are when they have arrived: a copy may change the dtype.
-        arrived = [
-            part.to(self.live.view(move).dtype) for part, (move, _) in zip(parts, moves, strict=True)
-        ]
+        arrived = [part.to(self.live.view(move).dtype) for part, (move, _) in zip(parts, moves, strict=True)]
         for (move, _), number, flat in zip(moves, sums(arrived), constant(arrived), strict=True):
             self._noted[move] = number, flat
 
@@ -211,7 +209,8 @@ class Planned:
             moves = self.plan.moves[spec.name]
             self._fed.add(spec.name)
             targets += [self.live.view(move) for move in moves]
-            sources += self._sources.pop(spec.name, None) or [move.source.of(tensor) for move in moves]
+            made = self._sources.pop(spec.name) if spec.name in self._sources else None
+            sources += [move.source.of(tensor) for move in moves] if made is None else made
         with torch.no_grad(), _current(self.device):
             if targets:
                 torch._foreach_copy_(targets, sources, non_blocking=True)
@@ -230,9 +229,7 @@ class Planned:
     def complete(self) -> None:
         """See `Loading.complete`."""
         if absent := self.plan.moves.keys() - self._fed:
-            raise MissingTensors(
-                f"{len(absent)} tensors were not loaded: {names(sorted(absent))}", tensor=min(absent)
-            )
+            raise MissingTensors(f"{len(absent)} tensors were not loaded: {names(sorted(absent))}", tensor=min(absent))
         if self.reload is not None:
             self.reload.complete()
 

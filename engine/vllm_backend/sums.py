@@ -27,7 +27,7 @@ def constant(tensors: Sequence[Tensor]) -> list[bool]:
 
     if not tensors:
         return []
-    flat = [(tensor == tensor.flatten()[:1]).all() if tensor.numel() else torch.tensor(True) for tensor in tensors]  # noqa: FBT003
+    flat = [(tensor == tensor.flatten()[:1]).all() if tensor.numel() else torch.tensor(True) for tensor in tensors]
     return [bool(one) for one in torch.stack([answer.to(tensors[0].device) for answer in flat]).tolist()]
 
 

@@ -84,9 +84,7 @@ def trace(model: Any, specs: Sequence[TensorSpec]) -> Traced:
     """
     import torch
 
-    sources = {
-        spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs
-    }
+    sources = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs}
     traced = Traced({spec.name: [] for spec in specs}, {spec.name: set() for spec in specs})
     with _stand_ins(model, traced), torch.no_grad():
         watch = _Watch(traced, sources)
@@ -102,7 +100,7 @@ class _Watch(TorchDispatchMode):
     """Writes down every copy out of a source into a stand-in, and everything else that changes a stand-in."""
 
     def __init__(self, traced: Traced, sources: dict[str, Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._traced = traced
         self._sources = {_memory(tensor): name for name, tensor in sources.items()}
         self._origins = {memory: frozenset({name}) for memory, name in self._sources.items()}

@@ -15,7 +15,7 @@ from pitstop.engine.ports import Booted
 from pitstop.engine.request import Piece, Request, SamplingParams
 from pitstop.engine.vllm_backend import VllmBackend
 from pitstop.engine.vllm_backend.leg import VllmLeg
-from pitstop.engine.worker_ports import Placed, TensorSpec, Ticket, WorkerOp, WorkerReply, WorkerVerb
+from pitstop.engine.worker_ports import Placed, TensorSpec, Ticket, Ways, WorkerOp, WorkerReply, WorkerVerb
 from tests.checkpoints import BOS
 
 if TYPE_CHECKING:
@@ -162,29 +162,33 @@ class Replica:
         await self.ask("receive", refit_id, tuple(replace(ticket, in_place=True) for ticket in tickets))
         return await self.hear()
 
-    async def refit_in_place(self, tensors: Mapping[str, Tensor], groups: int = 4, *, seed: int = 0) -> None:
-        """A whole refit in place, with KV caches recomputed."""
+    async def refit_in_place(self, tensors: Mapping[str, Tensor], groups: int = 4, *, seed: int = 0) -> Ways:
+        """A whole refit in place, with KV caches recomputed; return how the first rank's tensors were loaded."""
         name = f"refit-{next(_ids)}"
         await self.backend.suspend("recompute")
         assert set(await self.feed(name, tensors, groups, seed=seed)) == {"landed"}
-        await self.swap(name)
+        ways = await self.swap(name)
         await self.backend.resume()
+        return ways
 
     async def fingerprint(self) -> list[dict[str, str] | None]:
         """Return what the memory of each rank's model holds."""
         return [reply.fingerprint for reply in await self.ask("fingerprint", "")]
 
-    async def swap(self, refit_id: str) -> None:
+    async def swap(self, refit_id: str) -> Ways:
         """Put what landed into the model; the engine must be suspended."""
         await self.ask("apply", refit_id)
-        await self.ask("finalize", refit_id)
+        ways = (await self.ask("finalize", refit_id))[0].ways
+        assert ways is not None
         await self.ask("release", refit_id)
         await self.heard("closed")
+        return ways
 
-    async def refit(self, tensors: Mapping[str, Tensor], refit_id: str | None = None) -> None:
-        """A whole refit of an engine that may be busy, with its KV caches recomputed."""
+    async def refit(self, tensors: Mapping[str, Tensor], refit_id: str | None = None) -> Ways:
+        """A whole refit of an engine that may be busy; return how the first rank's tensors were loaded."""
         name = refit_id or f"refit-{next(_ids)}"
         await self.land(name, tensors)
         await self.backend.suspend("recompute")
-        await self.swap(name)
+        ways = await self.swap(name)
         await self.backend.resume()
+        return ways

@@ -33,6 +33,12 @@ class Slow:
             assert self.go.wait(5)
         self._inside -= 1
 
+    def ready(self, tensors: Any) -> None:
+        self._do("ready " + " ".join(spec.name for spec, _ in tensors))
+
+    def forget(self) -> None:
+        self._do("forget")
+
     def begin(self) -> None:
         self._do("begin")
 
@@ -69,7 +75,7 @@ def test_the_model_is_opened_once_and_touched_from_then_on() -> None:
     made.apply()
     made.finalize()
     made.release()
-    assert reload.did == ["begin", "feed a", "feed b", "feed ", "complete", "finish"]
+    assert reload.did == ["begin", "feed a", "feed b", "feed ", "complete", "finish", "forget"]
 
 
 def test_staged_tensors_touch_nothing_until_they_are_applied() -> None:
@@ -79,9 +85,9 @@ def test_staged_tensors_touch_nothing_until_they_are_applied() -> None:
     with pytest.raises(MissingTensors, match="a"):
         made.apply()
     made.landed(bucket(A))
-    assert (made.touched, reload.did) == (False, [])
+    assert (made.touched, reload.did) == (False, ["ready a b"])
     made.apply()
-    assert (made.touched, reload.did) == (True, ["begin", "feed a b", "complete"])
+    assert (made.touched, reload.did) == (True, ["ready a b", "begin", "feed a b", "complete"])
 
 
 def test_what_lands_twice_or_uncalled_for_is_refused() -> None:
