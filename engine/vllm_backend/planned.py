@@ -55,26 +55,28 @@ class Knowledge:
 
 
 class Live:
-    """The live parameters of a model by name, as views that a plan's moves go to."""
+    """The live parameters of a model, as the views that a plan's moves go to."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._at: dict[str, tuple[int, Tensor]] = {}
-        self._views: dict[Move, Tensor] = {}
+        self._views: dict[str, list[Tensor]] = {}
+        self.moved = 0  #: how often parameters were found elsewhere than before
 
     def refresh(self) -> None:
-        """Look again where the parameters are; one that has moved loses the views of where it was."""
+        """Look again where the parameters are; views of where they were are dropped."""
         found = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         at = {name: (value.data_ptr(), value.data) for name, value in found.items()}
-        if {name: address for name, (address, _) in at.items()} != {n: address for n, (address, _) in self._at.items()}:
+        if [*((n, address) for n, (address, _) in at.items())] != [*((n, a) for n, (a, _) in self._at.items())]:
+            self.moved += 1
             self._views.clear()
-        self._at = at
+            self._at = at
 
-    def view(self, move: Move) -> Tensor:
-        """Return the place that a move goes to."""
-        if move not in self._views:
-            self._views[move] = move.target.of(self._at[move.parameter][1])
-        return self._views[move]
+    def views(self, name: str, moves: Sequence[Move]) -> list[Tensor]:
+        """Return the places that the moves of one tensor go to."""
+        if name not in self._views:
+            self._views[name] = [move.target.of(self._at[move.parameter][1]) for move in moves]
+        return self._views[name]
 
 
 @dataclass(slots=True)
@@ -104,11 +106,14 @@ class Proving:
         plan = self.knowledge.plan
         if plan is None:
             return
-        moves = [(move, tensor) for spec, tensor in tensors for move in plan.moves.get(spec.name, ())]
-        parts = [move.source.of(tensor) for move, tensor in moves]
-        # As they are when they have arrived: a copy may change the dtype.
-        arrived = [part.to(self.live.view(move).dtype) for part, (move, _) in zip(parts, moves, strict=True)]
-        for (move, _), number, flat in zip(moves, sums(arrived), constant(arrived), strict=True):
+        moves, arrived = list[Any](), list[Any]()
+        for spec, tensor in tensors:
+            found = plan.moves.get(spec.name, ())
+            moves += found
+            for move, place in zip(found, self.live.views(spec.name, found), strict=True):
+                # As it is when it has arrived: a copy may change the dtype.
+                arrived.append(move.source.of(tensor).to(place.dtype))
+        for move, number, flat in zip(moves, sums(arrived), constant(arrived), strict=True):
             self._noted[move] = number, flat
 
     def complete(self) -> None:
@@ -130,7 +135,8 @@ class Proving:
     def _wrong(self, plan: Plan) -> dict[str, str]:
         """Name the parameters that do not hold what the plan would have put there, or for which that shows nothing."""
         moves = [move for found in plan.moves.values() for move in found]
-        here = dict(zip(moves, sums([self.live.view(move) for move in moves]), strict=True))
+        places = [place for name, found in plan.moves.items() for place in self.live.views(name, found)]
+        here = dict(zip(moves, sums(places), strict=True))
         kinds, wrong, seen = plan.learned.kinds, dict[str, str](), set[tuple[str, str]]()
         for move in moves:
             number, flat = self._noted.get(move, (None, False))
@@ -168,6 +174,18 @@ def _current(device: Any) -> Any:
     return contextlib.nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What one `feed` does. `moved` is where the live parameters were taken to be: see `Live.moved`."""
+
+    tensors: Tensors
+    names: frozenset[str]
+    targets: list[Tensor]
+    sources: list[Tensor]
+    rest: list[tuple[TensorSpec, Tensor]]
+    moved: int
+
+
 @dataclass(slots=True)
 class Planned:
     """Implements `Loading` by a proven plan. `reload` is of the layers that the plan leaves to vLLM."""
@@ -176,50 +194,54 @@ class Planned:
     reload: Reload | None
     live: Live
     device: Any
-    _sources: dict[str, list[Tensor]] = field(default_factory=dict)
+    _ready: _Batch | None = None
     _fed: set[str] = field(default_factory=set)
-    _loaded: int = 0
 
     def begin(self) -> None:
         """Open what vLLM has to load; live bytes may change from here on."""
         self.live.refresh()
         self._fed.clear()
-        self._loaded = 0
         if self.reload is not None:
             self.reload.begin()
 
     def ready(self, tensors: Tensors) -> None:
-        """Cut staged tensors into the parts that will be copied, while the replica still serves."""
-        for spec, tensor in tensors:
-            self._sources[spec.name] = [move.source.of(tensor) for move in self.plan.moves.get(spec.name, ())]
+        """Pair parts of staged tensors with their places, while the replica still serves: that takes as long as the
+        copies do, where there are thousands."""
+        self.live.refresh()
+        self._ready = self._batch(tensors)
 
     def forget(self) -> None:
         """Drop what `ready` has made."""
-        self._sources.clear()
+        self._ready = None
+
+    def _batch(self, tensors: Tensors) -> _Batch:
+        targets, sources, rest, fed = list[Any](), list[Any](), [], set()
+        for spec, tensor in tensors:
+            moves = self.plan.moves.get(spec.name)
+            if moves is None:
+                rest.append((spec, tensor))
+                continue
+            fed.add(spec.name)
+            targets += self.live.views(spec.name, moves)
+            sources += [move.source.of(tensor) for move in moves]
+        return _Batch(tensors, frozenset(fed), targets, sources, rest, self.live.moved)
 
     def feed(self, tensors: Tensors) -> None:
         """Copy what the plan knows, in one batch, and have vLLM load the rest."""
         import torch
 
-        targets, sources, rest = list[Any](), list[Any](), []
-        for spec, tensor in tensors:
-            if spec.name not in self.plan.moves:
-                rest.append((spec, tensor))
-                continue
-            moves = self.plan.moves[spec.name]
-            self._fed.add(spec.name)
-            targets += [self.live.view(move) for move in moves]
-            made = self._sources.pop(spec.name) if spec.name in self._sources else None
-            sources += [move.source.of(tensor) for move in moves] if made is None else made
+        batch, self._ready = self._ready, None
+        if batch is None or batch.tensors is not tensors or batch.moved != self.live.moved:
+            batch = self._batch(tensors)
         with torch.no_grad(), _current(self.device):
-            if targets:
-                torch._foreach_copy_(targets, sources, non_blocking=True)
+            if batch.targets:
+                torch._foreach_copy_(batch.targets, batch.sources, non_blocking=True)
             if self.device.type != "cpu":
                 # Whoever gave the tensors may write over them when this returns.
                 torch.get_device_module(self.device).current_stream().synchronize()
-        if rest:
-            self._loaded += len(rest)
-            self._vllm().feed(rest)
+        self._fed |= batch.names
+        if batch.rest:
+            self._vllm().feed(batch.rest)
 
     def _vllm(self) -> Reload:
         if self.reload is None:
@@ -240,11 +262,11 @@ class Planned:
 
     def undo(self) -> None:
         """See `Loading.undo`. What was copied stays: the parameters never left their places."""
-        self._sources.clear()
+        self._ready = None
         if self.reload is not None:
             self.reload.undo()
 
     def ways(self) -> Ways:
         """Say how the tensors were loaded."""
-        why = next(iter(self.plan.reloaded.values()), "")
-        return Ways(len(self._fed), self._loaded, why)
+        reloaded = 0 if self.reload is None else self.reload.ways().reloaded
+        return Ways(len(self._fed), reloaded, next(iter(self.plan.reloaded.values()), ""))

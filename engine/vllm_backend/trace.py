@@ -91,8 +91,7 @@ def trace(model: Any, specs: Sequence[TensorSpec]) -> Traced:
         with watch:
             model.load_weights((name, tensor) for name, tensor in sources.items())
         for name, form in _current(model, traced):
-            if _memory(form) != watch.memory_of(name):
-                traced.computed[name] = "is replaced while it loads"
+            watch.still_there(name, form)
     return traced
 
 
@@ -108,9 +107,12 @@ class _Watch(TorchDispatchMode):
         self._targets = {memory: name for name, memory in self._memory.items()}
         self._seen: list[Tensor] = []  # or their memory would be used again, and taken for theirs
 
-    def memory_of(self, name: str) -> int:
-        """Say what memory a stand-in had at first."""
-        return self._memory[name]
+    def still_there(self, name: str, form: Tensor) -> None:
+        """Look whether a parameter is what it was before the load."""
+        if _memory(form) != self._memory[name]:
+            self._traced.computed[name] = "is replaced while it loads"
+            for source in self._origins_of(form):
+                self._traced.lands[source].add(name)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         import torch

@@ -31,7 +31,8 @@ def _tensor(mapping: mmap.mmap, placed: Placed) -> Tensor:
 
 def addresses(sink: Any) -> str:
     """Sum up where the live parameters are."""
-    model = sink._loading.model
+    loading = sink._loading
+    model = loading.live._model if hasattr(loading, "live") else loading.model
     where = sorted((name, value.data_ptr(), value.numel()) for name, value in model.named_parameters())
     return hashlib.sha256(repr(where).encode()).hexdigest()
 

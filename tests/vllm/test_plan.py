@@ -16,7 +16,7 @@ from tests.checkpoints import shapes, tensors, write
 from tests.vllm.conftest import Garage
 from tests.vllm.harness import Replica
 
-PLAIN = {"worker_cls": "tests.vllm.plain_worker.PlainWorker"}
+PLAIN: dict[str, Any] = {"worker_cls": "tests.vllm.plain_worker.PlainWorker"}
 
 
 async def way_of(live: Replica) -> list[dict[str, str]]:
@@ -58,7 +58,8 @@ async def test_what_the_cpu_packs_has_no_plan_and_says_why(garage: Garage) -> No
 async def test_what_cannot_be_copied_is_reloaded_beside_what_can(
     garage: Garage, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    monkeypatch.setitem(plan.learn.__kwdefaults__, "least", 0.0)
+    defaults: Any = plan.learn.__kwdefaults__
+    monkeypatch.setitem(defaults, "least", 0.0)
     live, old, new = [await garage.start(family, seed, **PLAIN) for seed in (0, 0, 1)]
     await live.refit(tensors(family, 1))
     experts = {name for name in shapes(family) if ".experts." in name}
@@ -159,3 +160,12 @@ async def test_every_rank_has_a_plan_of_its_own_shards(garage: Garage) -> None:
     ranks = await way_of(live)
     assert len(ranks) == 2
     assert all(set(found.values()) == {"copied"} for found in ranks)
+
+
+async def test_b63_parameters_keep_their_addresses_through_planned_versions(garage: Garage) -> None:
+    live = await garage.start("llama", 0, **PLAIN)
+    before = await live.addresses()
+    for seed in (1, 0, 1):
+        await live.refit(tensors("llama", seed))
+        await live.run(salt=f"w{seed}")
+        assert await live.addresses() == before

@@ -1,0 +1,261 @@
+"""What watching a loader finds out, on small loaders that do what models' loaders do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pitstop.engine.vllm_backend.plan import Plan, Refused, learn
+from pitstop.engine.vllm_backend.planned import Knowledge, Live
+from pitstop.engine.worker_ports import TensorSpec
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
+
+Loader = Callable[[Any, str, Tensor], None]
+
+
+class Toy(nn.Module):
+    """Two layers, and a loader that is called for one tensor after the other."""
+
+    def __init__(self, load: Loader) -> None:
+        super().__init__()
+        self.one: Any = nn.Module()
+        self.two: Any = nn.Module()
+        self.one.weight = nn.Parameter(torch.zeros(4, 6), requires_grad=False)
+        self.two.weight = nn.Parameter(torch.zeros(8), requires_grad=False)
+        self.two.register_buffer("seen", torch.zeros(3))
+        self._load = load
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            self._load(self, name, tensor)
+
+
+def to_two(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "b":
+        model.two.weight.data.copy_(tensor)
+
+
+def made(content: dict[str, Tensor]) -> list[TensorSpec]:
+    return [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in content.items()]
+
+
+def content(seed: int = 0) -> dict[str, Tensor]:
+    chance = torch.Generator().manual_seed(seed)
+    return {"a": torch.randn(4, 6, generator=chance), "b": torch.randn(8, generator=chance)}
+
+
+def replay(model: Toy, plan: Plan, tensors: dict[str, Tensor]) -> None:
+    live = Live(model)
+    live.refresh()
+    for name, moves in plan.moves.items():
+        for move, place in zip(moves, live.views(name, moves), strict=True):
+            place.copy_(move.source.of(tensors[name]))
+
+
+def state(model: nn.Module) -> list[list[float]]:
+    return [value.flatten().tolist() for value in model.state_dict().values()]
+
+
+def whole(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        model.one.weight.data.copy_(tensor)
+    to_two(model, name, tensor)
+
+
+def rows(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        for n, part in enumerate(tensor.chunk(2)):
+            model.one.weight.data.narrow(0, 2 - 2 * n, 2).copy_(part)
+    to_two(model, name, tensor)
+
+
+def columns(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        model.one.weight.data[:, ::2].copy_(tensor[:, 3:])
+        model.one.weight.data[:, 1::2].copy_(tensor.narrow(1, 0, 3))
+    to_two(model, name, tensor)
+
+
+def turned(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        model.one.weight.data.copy_(tensor.reshape(6, 4).t())
+    to_two(model, name, tensor)
+
+
+def by_index(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        for row in range(4):
+            model.one.weight.data[row] = tensor[3 - row]
+    to_two(model, name, tensor)
+
+
+@pytest.mark.parametrize("load", [whole, rows, columns, turned, by_index])
+def test_what_is_replayed_is_what_the_loader_makes(load: Loader) -> None:
+    model, other = Toy(load), Toy(load)
+    before = state(model)
+    plan = learn(model, made(content()), cpu=False)
+    assert state(model) == before
+    assert plan.reloaded == {}
+    for seed in range(2):
+        replay(model, plan, content(seed))
+        other.load_weights(content(seed).items())
+        assert state(model) == state(other)
+
+
+def test_a_loader_that_collects_before_it_loads_is_followed() -> None:
+    class Collecting(Toy):
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            found = dict(weights)
+            self.two.weight.data.copy_(found["b"])
+            self.one.weight.data.copy_(found["a"])
+
+    model = Collecting(whole)
+    replay(model, learn(model, made(content()), cpu=False), content())
+    assert torch.equal(model.one.weight, content()["a"])
+    assert torch.equal(model.two.weight, content()["b"])
+
+
+def test_a_cast_on_the_way_is_a_copy() -> None:
+    model, sent = Toy(whole), {name: tensor.to(torch.bfloat16) for name, tensor in content().items()}
+    replay(model, learn(model, made(sent), cpu=False), sent)
+    assert torch.equal(model.one.weight, sent["a"].float())
+
+
+def scaled(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        model.one.weight.data.copy_(-torch.exp(tensor))
+    to_two(model, name, tensor)
+
+
+def joined(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        model.one.weight.data.copy_(torch.cat([tensor[2:], tensor[:2]]))
+    to_two(model, name, tensor)
+
+
+def spread(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        model.one.weight.data.copy_(tensor[0])
+    to_two(model, name, tensor)
+
+
+def added(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        model.one.weight.data.copy_(tensor)
+        model.one.weight.data.add_(1)
+    to_two(model, name, tensor)
+
+
+def rebound(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        model.one.weight.data = tensor
+    to_two(model, name, tensor)
+
+
+def replaced(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        model.one.weight = nn.Parameter(tensor, requires_grad=False)
+    to_two(model, name, tensor)
+
+
+def half(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        model.one.weight.data[:2].copy_(tensor[:2])
+    to_two(model, name, tensor)
+
+
+def twice(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        for n in range(2):
+            model.one.weight.data.copy_(tensor if n else tensor.flip(0))
+    to_two(model, name, tensor)
+
+
+def by_the_way(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        there = torch.empty(4, 6, device=tensor.device)
+        there.copy_(tensor)
+        model.one.weight.data.copy_(there)
+    to_two(model, name, tensor)
+
+
+@pytest.mark.parametrize("load", [scaled, joined, spread, added, rebound, replaced, half, twice, by_the_way])
+def test_what_is_not_a_plain_copy_of_a_whole_layer_is_left_to_the_loader(load: Loader) -> None:
+    model = Toy(load)
+    before, parameters = state(model), dict(model.named_parameters())
+    plan = learn(model, made(content()), cpu=False, least=0.0)
+    assert set(plan.reloaded) == {"a"}
+    assert set(plan.moves) == {"b"}
+    assert plan.opened == {"one"}
+    assert "one.weight" in plan.reloaded["a"]
+    assert state(model) == before
+    assert all(model.get_parameter(name) is value for name, value in parameters.items())
+    with pytest.raises(Refused, match=r"only 25% of a version's bytes are plain copies: one\.weight"):
+        learn(model, made(content()), cpu=False)
+
+
+def test_what_shares_a_layer_with_something_computed_is_left_to_the_loader_too() -> None:
+    def load(model: Any, name: str, tensor: Tensor) -> None:
+        if name == "a":
+            model.one.weight.data.copy_(-torch.exp(tensor))
+            model.two.weight.data[:4].copy_(tensor.flatten()[:4])
+        else:
+            model.two.weight.data[4:].copy_(tensor[4:])
+
+    plan = learn(Toy(load), made(content()), cpu=False, least=0.0)
+    assert set(plan.reloaded) == {"a", "b"}
+    assert plan.opened == {"one", "two"}
+
+
+def test_a_loader_that_looks_into_what_it_loads_has_no_plan_and_leaves_the_model_whole() -> None:
+    def load(model: Any, name: str, tensor: Tensor) -> None:
+        whole(model, name, tensor)
+        if tensor.max().item() > 1e9:
+            raise ValueError(name)
+
+    model, known = Toy(load), Knowledge()
+    parameters = dict(model.named_parameters())
+    known.learn(model, made(content()), cpu=False)
+    assert known.plan is None
+    assert "could not be watched" in known.why
+    assert known.way_of("a") == known.why
+    assert all(model.get_parameter(name) is value for name, value in parameters.items())
+
+
+def test_a_tensor_that_is_not_this_ranks_goes_nowhere() -> None:
+    plan = learn(Toy(whole), made({**content(), "c": torch.zeros(5)}), cpu=False)
+    assert plan.moves["c"] == ()
+    assert "c" not in plan.reloaded
+
+
+def test_b63_a_parameter_that_has_moved_is_found_where_it_is() -> None:
+    model = Toy(whole)
+    plan, live = learn(model, made(content()), cpu=False), Live(model)
+    live.refresh()
+    (place,) = live.views("a", plan.moves["a"])
+    model.one.weight.data = torch.zeros(4, 6)
+    live.refresh()
+    (there,) = live.views("a", plan.moves["a"])
+    there.copy_(content()["a"])
+    assert torch.equal(model.one.weight, content()["a"])
+    assert not place.any()
+    assert live.moved == 2
+
+
+def test_names_of_one_parameter_are_one_place() -> None:
+    def load(model: Any, name: str, tensor: Tensor) -> None:
+        if name == "a":
+            model.two.head.data.copy_(tensor)
+        to_two(model, name, tensor)
+
+    model: Any = Toy(load)
+    model.two.head = model.one.weight
+    plan = learn(model, made(content()), cpu=False)
+    replay(model, plan, content())
+    assert torch.equal(model.one.weight, content()["a"])
+    assert plan.learned.owners["one.weight"] == {"one", "two"}
