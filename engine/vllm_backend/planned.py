@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from pitstop.engine.errors import MissingTensors, names
+from pitstop.engine.errors import MissingTensors, UnexpectedTensors, names
 from pitstop.engine.vllm_backend.plan import Plan, Refused, learn
 from pitstop.engine.vllm_backend.reload import Reload
 from pitstop.engine.vllm_backend.sums import constant, sums
@@ -196,11 +196,13 @@ class Planned:
     device: Any
     _ready: _Batch | None = None
     _fed: set[str] = field(default_factory=set)
+    _strange: list[str] = field(default_factory=list)
 
     def begin(self) -> None:
         """Open what vLLM has to load; live bytes may change from here on."""
         self.live.refresh()
         self._fed.clear()
+        self._strange.clear()
         if self.reload is not None:
             self.reload.begin()
 
@@ -240,16 +242,18 @@ class Planned:
                 # Whoever gave the tensors may write over them when this returns.
                 torch.get_device_module(self.device).current_stream().synchronize()
         self._fed |= batch.names
-        if batch.rest:
-            self._vllm().feed(batch.rest)
-
-    def _vllm(self) -> Reload:
-        if self.reload is None:
-            raise MissingTensors("a version has tensors that the load plan does not know")
-        return self.reload
+        if batch.rest and self.reload is not None:
+            self.reload.feed(batch.rest)
+        elif batch.rest:
+            self._strange += [spec.name for spec, _ in batch.rest]
 
     def complete(self) -> None:
         """See `Loading.complete`."""
+        if self._strange:
+            raise UnexpectedTensors(
+                f"{len(self._strange)} tensors are not of this model: {names(self._strange)}",
+                tensor=min(self._strange),
+            )
         if absent := self.plan.moves.keys() - self._fed:
             raise MissingTensors(f"{len(absent)} tensors were not loaded: {names(sorted(absent))}", tensor=min(absent))
         if self.reload is not None:

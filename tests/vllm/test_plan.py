@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pitstop.engine.errors import MissingTensors, PitstopError
 from pitstop.engine.vllm_backend import plan, trace
 from pitstop.engine.vllm_backend.trace import Traced
 from pitstop.engine.worker_ports import WorkerOp
@@ -169,3 +170,32 @@ async def test_b63_parameters_keep_their_addresses_through_planned_versions(gara
         await live.refit(tensors("llama", seed))
         await live.run(salt=f"w{seed}")
         assert await live.addresses() == before
+
+
+@pytest.mark.parametrize("mode", ["staged", "in place"])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+async def test_a_planned_version_that_is_not_whole_is_refused_and_repaired_by_the_next(
+    garage: Garage, monkeypatch: pytest.MonkeyPatch, mode: str, family: str
+) -> None:
+    defaults: Any = plan.learn.__kwdefaults__
+    monkeypatch.setitem(defaults, "least", 0.0)
+    live, fresh = await garage.start(family, 0, **PLAIN), await garage.start(family, 1, **PLAIN)
+    content = tensors(family, 1)
+    await live.refit(tensors(family, 0))
+    absent = "model.layers.1.self_attn.k_proj.weight"
+    for name, sent, refused in (
+        ("short", {n: t for n, t in content.items() if n != absent}, MissingTensors),
+        ("strange", {**content, "model.layers.0.strange.weight": content["model.norm.weight"].clone()}, PitstopError),
+    ):
+        await live.backend.suspend("recompute")
+        if mode == "staged":
+            await live.land(name, sent)
+        else:
+            await live.feed(name, sent, 40)
+        with pytest.raises(refused, match="k_proj" if name == "short" else "strange|uncalled|given up"):
+            await live.ask("apply", name)
+        await live.ask("undo", name)
+        await live.ask("release", name)
+        await live.heard("closed")
+        await live.refit(content)
+        await same(live, fresh, name)
