@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pitstop.engine.vllm_backend.plan import Plan, Refused, learn
-from pitstop.engine.vllm_backend.planned import Knowledge, Live
+from pitstop.engine.vllm_backend.planned import Knowledge, Live, Planned
 from pitstop.engine.worker_ports import TensorSpec
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
@@ -245,6 +245,23 @@ def test_b63_a_parameter_that_has_moved_is_found_where_it_is() -> None:
     assert torch.equal(model.one.weight, content()["a"])
     assert not place.any()
     assert live.moved == 2
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_b63_what_was_made_ready_follows_a_parameter_that_moves_before_the_swap(prepared: bool) -> None:
+    model, specs = Toy(whole), made(content())
+    load = Planned(learn(model, specs, cpu=False), None, Live(model), torch.device("cpu"))
+    staged = [(spec, content()[spec.name]) for spec in specs]
+    if prepared:
+        load.ready(staged)
+    before, model.one.weight.data = model.one.weight.data, torch.zeros(4, 6)
+    load.begin()
+    load.feed(staged)
+    load.complete()
+    load.finish()
+    assert torch.equal(model.one.weight, content()["a"])
+    assert torch.equal(model.two.weight, content()["b"])
+    assert not before.any()
 
 
 def test_names_of_one_parameter_are_one_place() -> None:
