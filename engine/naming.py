@@ -26,6 +26,8 @@ _RENAMES: Final = (
     (re.compile(r"^model\.(visual|vision_tower|multi_modal_projector|audio_tower)\."), r"\1."),
     # Gemma3's tower, of which transformers 5 drops a level.
     (re.compile(r"^vision_tower\.vision_model\."), "vision_tower."),
+    # GPT-2 and its like, which were saved without the head.
+    (re.compile(r"^transformer\."), ""),
     # Mixtral's, in transformers 5.
     (re.compile(r"\.block_sparse_moe\."), ".mlp."),
 )

@@ -143,9 +143,9 @@ def _all_expected(
     free = [name for name in known if name not in taken]
     missing = [name for name in wanted if name not in taken]
     also = f" Not offered: {names(missing)}." if missing else ""
+    remedy = model.fused(strange) or hint({n: near(plain(n), free) for n in strange[:64]})
     raise UnexpectedTensors(
-        f"{len(strange)} offered tensors are not of this model: {names(strange)}."
-        f"{also}{model.fused(strange)}{hint({n: near(plain(n), free) for n in strange[:64]})}",
+        f"{len(strange)} offered tensors are not of this model: {names(strange)}.{also}{remedy}",
         tensor=min(strange),
     )
 

@@ -55,7 +55,7 @@ class Reload:
 
         # What a refit left that failed and was not undone: vLLM would take its layers for prepared.
         self.undo()
-        self._tally = Tally()
+        self._tally = Tally(self.model)
         with self._inside():
             initialize_layerwise_reload(self.model)
 
