@@ -111,8 +111,8 @@ FAMILIES = {
 FAMILIES["qwen3_moe_fused"] = replace(FAMILIES["qwen3_moe"], fused=True)
 RARE = {
     "many_experts": replace(
-        FAMILIES["glm4_moe"], count=256, inner=16,
-        config={**FAMILIES["glm4_moe"].config, "n_routed_experts": 256, "moe_intermediate_size": 16},
+        FAMILIES["glm4_moe"], count=256, inner=32,
+        config={**FAMILIES["glm4_moe"].config, "n_routed_experts": 256, "moe_intermediate_size": 32},
     ),
 }  # fmt: skip
 """What one test each is about."""  # fmt: skip
