@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Final
 
@@ -60,10 +61,9 @@ class Part:
 
 @dataclass(slots=True)
 class _Experts:
-    """A layer's experts that are stored one by one, by role and number; and what is offered for them, fused."""
+    """A layer's experts that are stored one by one, by role and number."""
 
     stored: dict[str, dict[int, TensorSpec]] = field(default_factory=lambda: {"gate": {}, "up": {}, "down": {}})
-    offered: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def expected(self) -> dict[str, tuple[int, int, int]] | None:
@@ -84,13 +84,10 @@ class _Experts:
         expected = self.expected
         if expected is None:
             return None
-        turned = {name: (count, columns, rows) for name, (count, rows, columns) in expected.items()}
-        # The shape of a square matrix does not say which way round it is, but then the other one's does.
-        straight = all(shape == expected[name] for name, shape in self.offered.items())
-        if spec.shape != expected[form] or (
-            not straight and all(shape == turned[name] for name, shape in self.offered.items())
-        ):
-            remedy = "; publish them with transpose(1, 2)" if spec.shape == turned[form] else ""
+        # Where a matrix is square its shape does not say which way round it is, but then the other one's does.
+        count, rows, columns = expected[form]
+        if spec.shape != (count, rows, columns):
+            remedy = "; publish them with transpose(1, 2)" if spec.shape == (count, columns, rows) else ""
             raise ShapeMismatch(
                 f"the fused experts {spec.name} are {list(spec.shape)}, not {list(expected[form])}{remedy}",
                 tensor=spec.name,
@@ -109,13 +106,24 @@ class Names:
 
     def __init__(self, known: Mapping[str, TensorSpec]) -> None:
         self._known = known
-        self._common: dict[str, str | None] = {}
-        self._experts: dict[str, _Experts] = {}
-        for name in known:
+
+    @cached_property
+    def _common(self) -> dict[str, str | None]:
+        # Made for the first name that needs it: a trainer whose names are the checkpoint's need not wait for it.
+        found: dict[str, str | None] = {}
+        for name in self._known:
             reduced = common(name)
-            self._common[reduced] = None if reduced in self._common else name
-            if match := _EXPERT.match(reduced):
-                self._experts.setdefault(match[1], _Experts()).stored[_ROLE[match[3]]][int(match[2])] = known[name]
+            found[reduced] = None if reduced in found else name
+        return found
+
+    @cached_property
+    def _experts(self) -> dict[str, _Experts]:
+        found: dict[str, _Experts] = {}
+        for reduced, name in self._common.items():
+            if name is not None and (match := _EXPERT.match(reduced)):
+                experts = found.setdefault(match[1], _Experts())
+                experts.stored[_ROLE[match[3]]][int(match[2])] = self._known[name]
+        return found
 
     def find(self, name: str) -> TensorSpec | None:
         """Return the tensor that a name means."""
@@ -130,17 +138,12 @@ class Names:
         Raises:
             ShapeMismatch: fused experts are not laid out as the model's, one by one, are.
         """
-        found: list[tuple[Part, ...] | TensorSpec | None] = [self.find(spec.name) for spec in offered]
-        fused: list[tuple[int, _Experts, str]] = []
-        for n, spec in enumerate(offered):
-            match = _FUSED.match(common(spec.name)) if found[n] is None else None
-            experts = self._experts.get(match[1]) if match else None
-            if match and experts:
-                experts.offered[_FORM[match[2]]] = spec.shape
-                fused.append((n, experts, _FORM[match[2]]))
-        for n, experts, form in fused:
-            found[n] = experts.split(form, offered[n])
-        return found
+        return [self.find(spec.name) or self._split(spec) for spec in offered]
+
+    def _split(self, spec: TensorSpec) -> tuple[Part, ...] | None:
+        match = _FUSED.match(common(spec.name))
+        experts = self._experts.get(match[1]) if match else None
+        return experts.split(_FORM[match[2]], spec) if match and experts else None
 
     def fused(self, names: Iterable[str]) -> str:
         """Say, as a sentence, what to publish instead of names that are single experts of a model with fused ones."""

@@ -180,6 +180,20 @@ def test_fused_experts_of_another_number_or_without_their_other_half_are_refused
         route(offer(GATE_UP, DOWN, spec(f"{LAYER}.experts.1.up_proj.weight", INNER, HIDDEN)), experts())
 
 
+@pytest.mark.parametrize("absent", ["experts.1.", "gate_proj", "down_proj"])
+def test_fused_experts_are_no_parts_of_a_checkpoint_that_lacks_some(absent: str) -> None:
+    stored = tuple(found for found in experts().tensors if absent not in found.name)
+    with pytest.raises(errors.UnexpectedTensors, match="gate_up_proj"):
+        route(offer(GATE_UP, DOWN), Inventory(stored))
+
+
+@pytest.mark.parametrize("odd", ["0.gate_proj", "gate_proj", "down_proj"])
+def test_fused_experts_are_no_parts_of_experts_that_differ(odd: str) -> None:
+    stored = [spec(found.name, 6, 6) if odd in found.name else found for found in experts().tensors]
+    with pytest.raises(errors.UnexpectedTensors, match="gate_up_proj"):
+        route(offer(GATE_UP, DOWN), Inventory(tuple(stored)))
+
+
 def test_fused_experts_of_a_checkpoint_that_has_them_fused_travel_whole() -> None:
     manifest = route(offer(DOWN, GATE_UP), Inventory((GATE_UP, DOWN)))
     assert manifest.rows == (Routed(0, DOWN), Routed(1, GATE_UP))
