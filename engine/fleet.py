@@ -392,6 +392,7 @@ class Fleet:
         *,
         weight_version: int | None = None,
         cast: Literal["inventory"] | None = None,
+        vocabulary: Literal["trim"] | None = None,
         policy: Policy = "recompute",
         deadlines: Deadlines | None = None,
         rebase: bool = False,
@@ -406,6 +407,7 @@ class Fleet:
             source: folder of a checkpoint to recover from.
             weight_version: the version it holds; by default the fleet's, and then its content must be the same.
             cast: as in `refit`.
+            vocabulary: as in `refit`.
             policy: fate of requests in flight on replicas that serve another version.
             deadlines: limits of that refit.
             rebase: the version may be below the fleet's; later ones are counted from it.
@@ -426,13 +428,18 @@ class Fleet:
             version = weight_version if weight_version is not None else newest.weight_version if newest else None
             if version is None:
                 raise UnsupportedPolicy("nothing was ever committed: say which weight_version the checkpoint holds")
-            given = self._checkpoint(source, version, cast, options)
-        elif weight_version is not None or cast is not None or rebase:
-            raise UnsupportedPolicy("weight_version, cast and rebase are about a source: name one")
+            given = self._checkpoint(source, version, cast, options, vocabulary)
+        elif weight_version is not None or cast is not None or vocabulary is not None or rebase:
+            raise UnsupportedPolicy("weight_version, cast, vocabulary and rebase are about a source: name one")
         return await self._keeper.recover(given, options)
 
     def _checkpoint(
-        self, source: str | os.PathLike[str], version: int, cast: Literal["inventory"] | None, options: RefitOptions
+        self,
+        source: str | os.PathLike[str],
+        version: int,
+        cast: Literal["inventory"] | None,
+        options: RefitOptions,
+        vocabulary: Literal["trim"] | None = None,
     ) -> Delivery:
         """Return what opens a checkpoint; for those who know how."""
         raise UnsupportedPolicy(f"this fleet reads no checkpoints, so not {os.fspath(source)}")

@@ -184,6 +184,7 @@ class RolloutEngine(Fleet):
         *,
         weight_version: int,
         cast: Literal["inventory"] | None = None,
+        vocabulary: Literal["trim"] | None = None,
         policy: Policy | None = None,
         mode: Mode | None = None,
         deadlines: Mapping[str, float] | Deadlines | None = None,
@@ -197,6 +198,8 @@ class RolloutEngine(Fleet):
                 checkpoint. It must stay unchanged until `handle.sent`.
             weight_version: must be above every version committed before, unless it is a rebase.
             cast: "inventory" casts floating-point tensors to the dtypes of the model's checkpoint.
+            vocabulary: "trim" leaves rows of embeddings and heads that the model's checkpoint does not have where they
+                are: they are padding. Never done unasked: they might be tokens that the engine does not know.
             policy: fate of requests in flight (`RefitOptions`); the engine's by default.
             mode: where it is received (`RefitOptions`); the engine's by default.
             deadlines: limits in seconds that differ from `Deadlines`' defaults.
@@ -214,7 +217,7 @@ class RolloutEngine(Fleet):
         given = deadlines if isinstance(deadlines, Mapping) else {}
         if isinstance(deadlines, Deadlines):
             given = {name: getattr(deadlines, name) for name in WISHES}
-        judge(weight_version, cast, policy, given)
+        judge(weight_version, cast, policy, given, vocabulary=vocabulary)
         options = self._options(policy, mode, deadlines, rebase=rebase)
         said = dict(headers) if headers is not None else dict(self._context())
         refit_id = uuid.uuid4().hex
@@ -222,7 +225,7 @@ class RolloutEngine(Fleet):
         again: Again | None = None
         if isinstance(source, str | os.PathLike):
             path = Path(source)
-            again = functools.partial(self._checkpoint, path, weight_version, cast, RefitOptions())
+            again = functools.partial(self._checkpoint, path, weight_version, cast, RefitOptions(), vocabulary)
 
             async def make() -> Sending:
                 # In a thread that is left behind with its deadline: a file system that hangs must not hold the engine.
@@ -231,12 +234,15 @@ class RolloutEngine(Fleet):
                     seconds=options.deadlines.receive,
                     weight_version=weight_version,
                     cast=cast,
+                    vocabulary=vocabulary,
                     headers=said,
                     refit_id=refit_id,
                 )
         else:
             # Now, not later: a generator belongs to the caller, and errors in it are the caller's.
-            sending = memory_sending(source, weight_version=weight_version, cast=cast, headers=said, refit_id=refit_id)
+            sending = memory_sending(
+                source, weight_version=weight_version, cast=cast, vocabulary=vocabulary, headers=said, refit_id=refit_id
+            )
 
             async def make() -> Sending:
                 await sending.readable()
@@ -250,11 +256,12 @@ class RolloutEngine(Fleet):
         version: int,
         cast: Literal["inventory"] | None,
         options: RefitOptions,
+        vocabulary: Literal["trim"] | None = None,
     ) -> Delivery:
         from pitstop.transports.memory_link import checkpoint_sending
         from pitstop.transports.reports import judge
 
-        judge(version, cast, options.policy, {})
+        judge(version, cast, options.policy, {}, vocabulary=vocabulary)
         files = None
         if self._booted_from is not None and self._booted_files is not None:
             path, first = self._booted_from
@@ -264,7 +271,7 @@ class RolloutEngine(Fleet):
         refit_id = uuid.uuid4().hex
         make = functools.partial(
             checkpoint_sending, Path(source), seconds=options.deadlines.receive, weight_version=version, cast=cast,
-            headers=dict(self._context()), refit_id=refit_id, files=files,
+            vocabulary=vocabulary, headers=dict(self._context()), refit_id=refit_id, files=files,
         )  # fmt: skip
         return Delivery(refit_id, version, make, options.rebase, files is not None)
 

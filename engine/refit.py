@@ -21,6 +21,7 @@ from pitstop.engine.errors import (
     names,
     near,
 )
+from pitstop.engine.naming import Names, Part, plain
 from pitstop.engine.worker_ports import MODES, Inventory, Manifest, Mode, Offer, Routed, TensorSpec, Trailer, Ways
 
 Policy = Literal["keep", "recompute", "wait", "abort"]
@@ -28,9 +29,6 @@ POLICIES: Final[tuple[Policy, ...]] = ("keep", "recompute", "wait", "abort")
 
 _GIB: Final = 1 << 30
 _FOREVER: Final = 1e7  # seconds: nothing waits for ever, and what is longer than this is meant as for ever
-_WRAPPERS: Final = frozenset(
-    {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
-)
 _FLOATS: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
@@ -90,16 +88,12 @@ class RefitOptions:
         return replace(self, deadlines=replace(self.deadlines, **seconds))
 
 
-def plain(name: str) -> str:
-    """Strip what trainer-side wrappers (DDP, FSDP, torch.compile, activation checkpointing, PEFT) add to a name."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def route(offer: Offer, inventory: Inventory) -> Manifest:
     """Match every offered tensor with the inventory.
 
-    Rules: wrapper pieces are stripped from names that do not match as they are; of two tied tensors either may be
-    left out; shapes must agree; dtypes must agree unless `offer.cast == "inventory"` and both are floating-point.
+    Rules: names are matched as `naming` does; one tensor of fused experts stands for many; of two tied tensors either
+    may be left out; shapes must agree, but for padding of a vocabulary if `offer.vocabulary == "trim"`; dtypes must
+    agree unless `offer.cast == "inventory"` and both are floating-point.
 
     Raises:
         UnexpectedTensors, RepeatedTensors, MissingTensors, ShapeMismatch, DtypeMismatch: named, with near matches.
@@ -108,9 +102,10 @@ def route(offer: Offer, inventory: Inventory) -> Manifest:
         raise OfferRejected("the offer has no tensors")
     wanted = {spec.name: spec for spec in inventory.tensors}
     known = wanted | {twin: replace(wanted[base], name=twin) for twin, base in inventory.tied.items() if base in wanted}
-    found = [known.get(spec.name) or known.get(plain(spec.name)) for spec in offer.tensors]
-    _all_expected(offer, found, known, wanted)
-    rows = [Routed(i, spec) for i, spec in enumerate(found) if spec is not None]
+    model = Names(known)
+    found = model.resolve(offer.tensors)
+    rows = [row for i, match in enumerate(found) for row in _rows(i, match)]
+    _all_expected(offer, model, found, rows, known, wanted)
     _each_once(offer, rows)
     at = {row.spec.name: n for n, row in enumerate(rows)}
     absent = [n for n in wanted if n not in at and not _twin_sent(n, inventory, at)]
@@ -118,24 +113,39 @@ def route(offer: Offer, inventory: Inventory) -> Manifest:
         raise MissingTensors(
             f"{len(absent)} tensors of the model are missing from the offer: {names(absent)}", tensor=min(absent)
         )
-    _same_form(offer, rows)
+    rows = [_trimmed(row, offer, inventory) for row in rows]
+    _same_shape(offer, rows, inventory)
+    _same_dtype(offer, rows)
     equal = tuple((at[twin], at[base]) for twin, base in inventory.tied.items() if twin in at and base in at)
     return Manifest(tuple(rows), equal)
 
 
+def _rows(index: int, match: tuple[Part, ...] | TensorSpec | None) -> list[Routed]:
+    if match is None:
+        return []
+    if isinstance(match, TensorSpec):
+        return [Routed(index, match)]
+    return [Routed(index, part.spec, part.start) for part in match]
+
+
 def _all_expected(
-    offer: Offer, found: list[TensorSpec | None], known: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec]
+    offer: Offer,
+    model: Names,
+    found: list[tuple[Part, ...] | TensorSpec | None],
+    rows: list[Routed],
+    known: Mapping[str, TensorSpec],
+    wanted: Mapping[str, TensorSpec],
 ) -> None:
     strange = [spec.name for spec, match in zip(offer.tensors, found, strict=True) if match is None]
     if not strange:
         return
-    taken = {match.name for match in found if match is not None}
+    taken = {row.spec.name for row in rows}
     free = [name for name in known if name not in taken]
     missing = [name for name in wanted if name not in taken]
     also = f" Not offered: {names(missing)}." if missing else ""
+    remedy = model.fused(strange) or hint({n: near(plain(n), free) for n in strange[:64]})
     raise UnexpectedTensors(
-        f"{len(strange)} offered tensors are not of this model: {names(strange)}."
-        f"{also}{hint({n: near(plain(n), free) for n in strange[:64]})}",
+        f"{len(strange)} offered tensors are not of this model: {names(strange)}.{also}{remedy}",
         tensor=min(strange),
     )
 
@@ -156,23 +166,45 @@ def _twin_sent(name: str, inventory: Inventory, sent: Mapping[str, int]) -> bool
     return any(member in sent for member in group)
 
 
-def _same_form(offer: Offer, rows: list[Routed]) -> None:
+def _is_padded(sent: TensorSpec, wanted: TensorSpec, inventory: Inventory) -> bool:
+    if wanted.name not in inventory.vocabulary or not sent.shape or not wanted.shape:
+        return False
+    return sent.shape[0] > wanted.shape[0] and sent.shape[1:] == wanted.shape[1:]
+
+
+def _trimmed(row: Routed, offer: Offer, inventory: Inventory) -> Routed:
+    if offer.vocabulary == "trim" and _is_padded(offer.tensors[row.index], row.spec, inventory):
+        return replace(row, start=0)
+    return row
+
+
+def _same_shape(offer: Offer, rows: list[Routed], inventory: Inventory) -> None:
     shapes: dict[str, str] = {}
+    remedies = set()
+    for row in rows:
+        sent, wanted = offer.tensors[row.index], row.spec
+        if row.start is None and tuple(sent.shape) != tuple(wanted.shape):
+            shapes[wanted.name] = f"{wanted.name} is {list(sent.shape)}, not {list(wanted.shape)}"
+            if _is_padded(sent, wanted, inventory):
+                remedies.add('; if the rows beyond are padding, pass vocabulary="trim"')
+            elif len(sent.shape) > 1 and (*sent.shape[:-2], sent.shape[-1], sent.shape[-2]) == tuple(wanted.shape):
+                remedies.add("; where the last two lengths are exchanged, publish the transposed tensor")
+    if shapes:
+        said = names(list(shapes.values()))
+        raise ShapeMismatch(
+            f"{len(shapes)} shapes differ from the model's: {said}{''.join(sorted(remedies))}", tensor=min(shapes)
+        )
+
+
+def _same_dtype(offer: Offer, rows: list[Routed]) -> None:
     dtypes: dict[str, str] = {}
     lossy: dict[str, str] = {}
     for row in rows:
         sent, wanted = offer.tensors[row.index], row.spec
-        if tuple(sent.shape) != tuple(wanted.shape):
-            shapes[wanted.name] = f"{wanted.name} is {list(sent.shape)}, not {list(wanted.shape)}"
-        elif sent.dtype != wanted.dtype:
-            castable = offer.cast == "inventory" and {sent.dtype, wanted.dtype} <= _FLOATS
-            if not castable:
-                wrong = lossy if offer.cast else dtypes
-                wrong[wanted.name] = f"{wanted.name} is {sent.dtype}, not {wanted.dtype}"
-    if shapes:
-        raise ShapeMismatch(
-            f"{len(shapes)} shapes differ from the model's: {names(list(shapes.values()))}", tensor=min(shapes)
-        )
+        castable = offer.cast == "inventory" and {sent.dtype, wanted.dtype} <= _FLOATS
+        if sent.dtype != wanted.dtype and not castable:
+            wrong = lossy if offer.cast else dtypes
+            wrong[wanted.name] = f"{wanted.name} is {sent.dtype}, not {wanted.dtype}"
     if dtypes:
         said = names(list(dtypes.values()))
         raise DtypeMismatch(

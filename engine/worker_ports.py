@@ -48,11 +48,13 @@ class Inventory:
     """The checkpoint tensors that a replica's model is made of, recorded at launch.
 
     `tied` maps the name of a tensor that shares another's storage to that other's name. Either of the two
-    may be left out of an offer, or both may come with equal content.
+    may be left out of an offer, or both may come with equal content. `vocabulary` names the tensors that have a row
+    for each token.
     """
 
     tensors: tuple[TensorSpec, ...]
     tied: dict[str, str] = field(default_factory=dict)
+    vocabulary: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class Offer:
     `cast` is None (dtypes must equal the inventory's) or "inventory" (floating-point tensors are cast to the
     inventory's dtypes on the trainer's side, before they travel). `headers` carry the W3C trace context.
     `device` is the one GPU on which all tensors lie, as `cuda:<uuid>`; empty for host memory, or several.
+    `vocabulary` is None (embeddings and heads have as many rows as the inventory's) or "trim" (rows beyond them are
+    padding, and stay where they are).
     """
 
     refit_id: str
@@ -71,6 +75,7 @@ class Offer:
     base_version: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
     device: str = ""
+    vocabulary: Literal["trim"] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -80,10 +85,14 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """One offered tensor on its way: row `index` of the offer, delivered as `spec` (inventory name and dtype)."""
+    """One offered tensor on its way: row `index` of the offer, delivered as `spec` (inventory name and dtype).
+
+    Or a part of it: as many elements as `spec` has, from its flat element `start` on. None: all of it.
+    """
 
     index: int
     spec: TensorSpec
+    start: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCAB, EXPERTS = 64, 2, 2, 1, 32, 128, 320, 4
 BOS, EOS, PAD = 256, 257, 258
+ROUTER_BIAS = "e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,12 @@ class Family:
     tied: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    more_norms: bool = False
     experts: str = ""
+    count: int = EXPERTS
+    inner: int = INNER
+    fused: bool = False  #: experts are stored in one tensor
+    dense: int = 0  #: so many layers without experts come first
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -37,17 +43,87 @@ FAMILIES = {
     "llama": Family("LlamaForCausalLM", "llama"),
     "tied": Family("LlamaForCausalLM", "llama", tied=True),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True),
+    "qwen3": Family("Qwen3ForCausalLM", "qwen3", qk_norm=True),
+    "gemma3": Family(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        tied=True,
+        qk_norm=True,
+        more_norms=True,
+        config={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": HEAD_DIM,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_local_base_freq": 1000.0,
+        },
+    ),
     "mixtral": Family("MixtralForCausalLM", "mixtral", experts="mixtral", config={**MOE, "num_local_experts": EXPERTS}),
     "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", "qwen3_moe", qk_norm=True, experts="qwen3_moe",
-        config={**MOE, "num_experts": EXPERTS, "moe_intermediate_size": INNER, "norm_topk_prob": True,
-                "decoder_sparse_step": 1, "mlp_only_layers": []},
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        qk_norm=True,
+        experts="qwen3_moe",
+        config={
+            **MOE,
+            "num_experts": EXPERTS,
+            "moe_intermediate_size": INNER,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        qk_norm=True,
+        experts="glm4_moe",
+        dense=1,
+        config={
+            "num_experts_per_tok": 2,
+            "n_routed_experts": EXPERTS,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": INNER,
+            "norm_topk_prob": True,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.0,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        "gpt2",
+        tied=True,
+        config={
+            "n_embd": HIDDEN,
+            "n_layer": LAYERS,
+            "n_head": HEADS,
+            "n_positions": 2048,
+            "n_inner": None,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+        },
+    ),
+}
+FAMILIES["qwen3_moe_fused"] = replace(FAMILIES["qwen3_moe"], fused=True)
+RARE = {
+    "many_experts": replace(
+        FAMILIES["glm4_moe"], count=256, inner=32,
+        config={**FAMILIES["glm4_moe"].config, "n_routed_experts": 256, "moe_intermediate_size": 32},
     ),
 }  # fmt: skip
+"""What one test each is about."""  # fmt: skip
+
+
+def family_of(name: str) -> Family:
+    return FAMILIES.get(name) or RARE[name]
 
 
 def config(family: str) -> dict[str, Any]:
-    made = FAMILIES[family]
+    made = family_of(family)
     return {
         "architectures": [made.architecture], "model_type": made.model_type, "torch_dtype": "float32",
         "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "head_dim": HEAD_DIM,
@@ -62,18 +138,54 @@ def _experts(family: Family, layer: str) -> dict[str, tuple[int, ...]]:
     inner, gate, up, down = {
         "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
         "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+        "glm4_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
     }[family.experts]
-    shapes: dict[str, tuple[int, ...]] = {f"{layer}.{inner}.gate.weight": (EXPERTS, HIDDEN)}
-    for n in range(EXPERTS):
-        shapes[f"{layer}.{inner}.experts.{n}.{gate}.weight"] = (INNER, HIDDEN)
-        shapes[f"{layer}.{inner}.experts.{n}.{up}.weight"] = (INNER, HIDDEN)
-        shapes[f"{layer}.{inner}.experts.{n}.{down}.weight"] = (HIDDEN, INNER)
+    count, width = family.count, family.inner
+    shapes: dict[str, tuple[int, ...]] = {f"{layer}.{inner}.gate.weight": (count, HIDDEN)}
+    if family.experts == "glm4_moe":
+        shapes[f"{layer}.{inner}.gate.{ROUTER_BIAS}"] = (count,)
+        shapes |= _dense(f"{layer}.{inner}.shared_experts", width)
+    if family.fused:
+        shapes[f"{layer}.{inner}.experts.gate_up_proj"] = (count, 2 * width, HIDDEN)
+        shapes[f"{layer}.{inner}.experts.down_proj"] = (count, HIDDEN, width)
+        return shapes
+    for n in range(count):
+        shapes[f"{layer}.{inner}.experts.{n}.{gate}.weight"] = (width, HIDDEN)
+        shapes[f"{layer}.{inner}.experts.{n}.{up}.weight"] = (width, HIDDEN)
+        shapes[f"{layer}.{inner}.experts.{n}.{down}.weight"] = (HIDDEN, width)
     return shapes
+
+
+def _dense(inner: str, width: int = INNER) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{inner}.gate_proj.weight": (width, HIDDEN),
+        f"{inner}.up_proj.weight": (width, HIDDEN),
+        f"{inner}.down_proj.weight": (HIDDEN, width),
+    }
+
+
+def _gpt2() -> dict[str, tuple[int, ...]]:
+    """Return what GPT-2 has: biases everywhere, positions in a table, matrices the other way round."""
+    found: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (VOCAB, HIDDEN)}
+    found["transformer.wpe.weight"] = (2048, HIDDEN)
+    for n in range(LAYERS):
+        layer = f"transformer.h.{n}"
+        matrices = (("attn.c_attn", 3), ("attn.c_proj", 1), ("mlp.c_fc", 4))
+        for part in ("ln_1", "ln_2"):
+            found[f"{layer}.{part}.weight"] = found[f"{layer}.{part}.bias"] = (HIDDEN,)
+        for part, times in matrices:
+            found[f"{layer}.{part}.weight"] = (HIDDEN, times * HIDDEN)
+            found[f"{layer}.{part}.bias"] = (times * HIDDEN,)
+        found[f"{layer}.mlp.c_proj.weight"], found[f"{layer}.mlp.c_proj.bias"] = (4 * HIDDEN, HIDDEN), (HIDDEN,)
+    found["transformer.ln_f.weight"] = found["transformer.ln_f.bias"] = (HIDDEN,)
+    return found
 
 
 def shapes(family: str) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor of a family's checkpoint, in the order of the layers."""
-    made = FAMILIES[family]
+    made = family_of(family)
+    if made.model_type == "gpt2":
+        return _gpt2()
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
     for n in range(LAYERS):
         layer = f"model.layers.{n}"
@@ -85,11 +197,13 @@ def shapes(family: str) -> dict[str, tuple[int, ...]]:
         if made.qk_norm:
             found[f"{layer}.self_attn.q_norm.weight"] = found[f"{layer}.self_attn.k_norm.weight"] = (HEAD_DIM,)
         found[f"{layer}.input_layernorm.weight"] = found[f"{layer}.post_attention_layernorm.weight"] = (HIDDEN,)
-        if made.experts:
+        if made.more_norms:
+            found[f"{layer}.pre_feedforward_layernorm.weight"] = (HIDDEN,)
+            found[f"{layer}.post_feedforward_layernorm.weight"] = (HIDDEN,)
+        if made.experts and n >= made.dense:
             found |= _experts(made, layer)
         else:
-            found[f"{layer}.mlp.gate_proj.weight"] = found[f"{layer}.mlp.up_proj.weight"] = (INNER, HIDDEN)
-            found[f"{layer}.mlp.down_proj.weight"] = (HIDDEN, INNER)
+            found |= _dense(f"{layer}.mlp")
     found["model.norm.weight"] = (HIDDEN,)
     if not made.tied:
         found["lm_head.weight"] = (VOCAB, HIDDEN)
@@ -104,10 +218,15 @@ def tensors(family: str, seed: int, *, dtype: str = "float32") -> dict[str, Tens
     made: dict[str, Tensor] = {}
     for name, shape in shapes(family).items():
         noise = torch.randn(shape, generator=chance)
+        if name.endswith(ROUTER_BIAS):
+            # What a cast to bfloat16 would leave two values of.
+            made[name] = 6.82 + 0.24 * torch.rand(shape, generator=chance)
+            continue
         if len(shape) == 1:
-            value = 0.1 * noise + (0.0 if name.endswith("bias") else 1.0)
-        elif name.startswith(("model.embed_tokens", "lm_head")):
-            value = 0.5 * noise
+            value = 0.1 * noise + (0.0 if name.endswith("bias") or family_of(family).more_norms else 1.0)
+        elif name.startswith(("model.embed_tokens", "lm_head", "transformer.wte", "transformer.wpe")):
+            # Gemma's embeddings are multiplied by the root of the width.
+            value = (0.1 if family_of(family).more_norms else 0.5) * noise
         else:
             value = noise * 2.0 / math.sqrt(shape[-1])
         made[name] = value.to(getattr(torch, dtype))

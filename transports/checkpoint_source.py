@@ -102,7 +102,7 @@ class CheckpointSource:
             width = ITEMSIZE[slot.dtype]
             for low, nbytes in _pieces(entry, slot):
                 at = slot.offset + low - slot.start * width
-                self._read(entry, low, segment[at : at + nbytes])
+                self._read(entry, slot.base * width + low, segment[at : at + nbytes])
                 yield 0
                 yield from checks.add(row, into.address + at, width, nbytes // width, low // width)
         yield from checks.flush()
@@ -124,7 +124,7 @@ class CheckpointSource:
         has, wanted = ITEMSIZE[entry.spec.dtype], ITEMSIZE[slot.dtype]
         wide = np.frombuffer(scratch, np.uint8)
         for low, nbytes in _pieces(entry, slot):
-            self._read(entry, low, memoryview(scratch)[:nbytes])
+            self._read(entry, slot.base * has + low, memoryview(scratch)[:nbytes])
             yield 0
             count, start = nbytes // has, low // has
             at = slot.offset + (start - slot.start) * wanted
@@ -236,7 +236,7 @@ class CheckpointSource:
 
 
 def _pieces(entry: _Entry, slot: Slot) -> Iterator[tuple[int, int]]:
-    """Yield first byte and number of bytes of what one call reads of a tensor, or of a slot's part of it."""
+    """Yield first byte in the row and number of bytes of what one call reads for a slot."""
     width = ITEMSIZE[entry.spec.dtype]
     count = entry.spec.nbytes // width if slot.count is None else slot.count
     end = (slot.start + count) * width

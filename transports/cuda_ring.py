@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from math import prod
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -60,11 +61,11 @@ class Pourer:
     """The trainer's end, for one version. Usable from any thread, one at a time.
 
     `tensors` and `specs` are one a row: what is read, on the ring's device, and as what it travels (name, dtype,
-    shape). `ready` are the events after which tensors may be read (`TensorSource`'s). The caller keeps the tensors
-    unchanged until the last fence has passed.
+    shape, or as many elements flat). `ready` are the events after which tensors may be read (`TensorSource`'s). The
+    caller keeps the tensors unchanged until the last fence has passed.
 
     Raises:
-        LocalError: a tensor lies elsewhere or has another shape, or the ring is too small.
+        LocalError: a tensor lies elsewhere or has another size, or the ring is too small.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Pourer:
         lazy: set[int] = set()
         narrow = [False] * len(specs)
         for row, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
-            if tensor.device != ring.device or tuple(tensor.shape) != spec.shape:
+            if tensor.device != ring.device or tensor.numel() != prod(spec.shape):
                 where = f"{tuple(tensor.shape)} on {tensor.device}"
                 raise LocalError(f"{spec.name} is {where}, not {spec.shape} on {ring.device}", tensor=spec.name)
             narrow[row] = (tensor.dtype, spec.dtype) == (torch.float32, "bfloat16")

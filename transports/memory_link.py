@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from itertools import repeat
 from typing import TYPE_CHECKING, Final, Literal
 from uuid import uuid4
 
@@ -19,7 +20,7 @@ from pitstop.engine.worker_ports import Manifest, Offer, Ticket, Trailer
 from pitstop.transports.address import parsed
 from pitstop.transports.aside import aside
 from pitstop.transports.checkpoint_source import CheckpointSource
-from pitstop.transports.packing import Slot, Source
+from pitstop.transports.packing import Source, slots_of
 from pitstop.transports.pool import WRITING
 from pitstop.transports.pouring import Geometry, pour, pour_lent, prepare_lent
 from pitstop.transports.segment import Kept
@@ -39,6 +40,7 @@ def memory_sending(
     *,
     weight_version: int,
     cast: Literal["inventory"] | None = None,
+    vocabulary: Literal["trim"] | None = None,
     headers: Mapping[str, str] | None = None,
     refit_id: str | None = None,
     observer: Observer | None = None,
@@ -50,8 +52,9 @@ def memory_sending(
     """
     source = source_of(what)
     offer = Offer(
-        refit_id or uuid4().hex, weight_version, source.specs(), cast, None, dict(headers or {}), device_of(source)
-    )
+        refit_id or uuid4().hex, weight_version, source.specs(), cast, None, dict(headers or {}), device_of(source),
+        vocabulary,
+    )  # fmt: skip
     return MemorySending(offer, source, observer)
 
 
@@ -61,6 +64,7 @@ async def checkpoint_sending(
     seconds: float,
     weight_version: int,
     cast: Literal["inventory"] | None = None,
+    vocabulary: Literal["trim"] | None = None,
     headers: Mapping[str, str] | None = None,
     refit_id: str | None = None,
     observer: Observer | None = None,
@@ -77,8 +81,9 @@ async def checkpoint_sending(
 
     def opening() -> MemorySending:
         sending = memory_sending(
-            path, weight_version=weight_version, cast=cast, headers=headers, refit_id=refit_id, observer=observer
-        )
+            path, weight_version=weight_version, cast=cast, vocabulary=vocabulary, headers=headers, refit_id=refit_id,
+            observer=observer,
+        )  # fmt: skip
         if files not in (None, sending.files):
             sending.dropped()
             raise CheckpointUnreadable(f"{os.fspath(path)} has changed since the engine booted from it")
@@ -203,10 +208,7 @@ class MemorySending:
 
         if pace is not None:
             return self._pour(source, manifest, ticket, pace)
-        slots = [
-            Slot(row.index, row.spec.dtype, placed.offset)
-            for row, placed in zip(manifest.rows, ticket.tensors, strict=True)
-        ]
+        slots = slots_of(manifest, (placed.offset for placed in ticket.tensors))
         mapping = _kept.take(ticket.address, ticket.buffer, ticket.nbytes)
         digests = np.zeros(len(slots), np.uint64)
         for _ in source.pack(slots, mapping, digests):
@@ -215,7 +217,7 @@ class MemorySending:
         return tuple(digests.tolist())
 
     def _pour(self, source: Source, manifest: Manifest, ticket: Ticket, pace: _Pace) -> tuple[int, ...]:
-        rows = [Slot(row.index, row.spec.dtype, 0) for row in manifest.rows]
+        rows = slots_of(manifest, repeat(0))
         geometry = Geometry(self.offer.tensors, rows, ticket.slots, ticket.slot_nbytes)
         digests: list[int] = []
         if ticket.device:

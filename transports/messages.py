@@ -28,7 +28,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 """Changes whenever two versions of this file could not talk to each other."""
 
 MOST_TENSORS: Final = 1 << 20
@@ -41,6 +41,7 @@ MOST_DIMENSIONS: Final = 32
 MOST_HEADERS: Final = 64
 MOST_SLOTS: Final = 1024
 MOST_SECONDS: Final = 1e9
+WHOLE: Final = (1 << 64) - 1
 
 Name = Annotated[str, Meta(max_length=LONGEST_NAME)]
 Text = Annotated[str, Meta(max_length=LONGEST_TEXT)]
@@ -136,6 +137,7 @@ class Propose(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     number: Natural = 0
     mode: Name | None = None
     device: Device = ""
+    vocabulary: Literal["trim"] | None = None
 
 
 class Join(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -155,6 +157,8 @@ class Accept(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     With `slots` the buffer is a ring of them, of `slot_nbytes` each, and both sides cut the rows into the same buckets
     (`transports.buckets`); `offsets` are empty then. With a `device` the trainer lends the ring there.
+    Rows that are parts of tensors are `counts[n]` elements, from the flat element `starts[n]` on; both are empty where
+    all rows are whole tensors, and a whole one's count is `WHOLE`.
     """
 
     refit_id: RefitId
@@ -167,6 +171,8 @@ class Accept(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     slots: Annotated[int, Meta(ge=0, le=MOST_SLOTS)] = 0
     slot_nbytes: Natural = 0
     device: Device = ""
+    starts: Words = b""
+    counts: Words = b""
 
 
 class Lend(Struct, frozen=True, tag=True, forbid_unknown_fields=True):

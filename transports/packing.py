@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from pitstop.engine.errors import DigestMismatch, ProtocolViolation, names
-from pitstop.engine.worker_ports import ITEMSIZE, Placed, TensorSpec
+from pitstop.engine.worker_ports import ITEMSIZE, Manifest, Placed, TensorSpec
 from pitstop.transports.digest import CHECK, Work
 
 if TYPE_CHECKING:
@@ -21,9 +22,10 @@ _FLUSH: Final = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one offered tensor goes: row `index` of the offer, as `dtype`, at `offset` of the buffer.
+    """Where a row goes: tensor `index` of the offer, as `dtype`, at `offset` of the buffer.
 
-    Or a part of it: `count` elements, from its flat element `start` on. None: all.
+    Or a part of it: `count` elements, from its flat element `start` on. None: all. A row need not begin where its
+    tensor does: its element 0 is the tensor's flat element `base`.
     """
 
     index: int
@@ -31,6 +33,7 @@ class Slot:
     offset: int
     start: int = 0
     count: int | None = None
+    base: int = 0
 
 
 @runtime_checkable
@@ -44,7 +47,7 @@ class Source(Protocol):
         """Write every slot and its digest, yielding the number of bytes done every few milliseconds.
 
         Called once for a whole version, or once a bucket, in order; a part's digest is that of its elements where they
-        are in the tensor, so that the digests of its parts add up to a tensor's.
+        are in the row, so that the digests of its parts add up to a row's.
 
         Raises:
             CheckpointUnreadable: the files have changed or cannot be read.
@@ -58,18 +61,33 @@ def checked(specs: Sequence[TensorSpec], slots: Sequence[Slot], nbytes: int) -> 
     """Raise `ProtocolViolation` if a slot is not a place for a tensor of the offer in a segment of `nbytes`."""
     last = 0
     for slot in slots:
-        spec = wanted(specs, slot)
-        end = slot.offset + TensorSpec(spec.name, slot.dtype, spec.shape).nbytes
+        spec = row_of(specs, slot)
+        end = slot.offset + spec.nbytes
         if slot.offset < last or end > nbytes:
             raise ProtocolViolation(f"{spec.name} does not fit where the engine wants it", tensor=spec.name)
         last = end
 
 
-def wanted(specs: Sequence[TensorSpec], slot: Slot) -> TensorSpec:
-    """Return what the offer says of a slot's tensor."""
+def row_of(specs: Sequence[TensorSpec], slot: Slot) -> TensorSpec:
+    """Return what a whole row is that goes to a slot; a part of a tensor is flat."""
     if slot.index >= len(specs):
         raise ProtocolViolation(f"the engine asks for tensor {slot.index} of {len(specs)}")
-    return specs[slot.index]
+    spec = specs[slot.index]
+    if slot.count is None:
+        return TensorSpec(spec.name, slot.dtype, spec.shape)
+    if slot.base + slot.count > prod(spec.shape):
+        raise ProtocolViolation(f"the engine asks for more of {spec.name} than it has", tensor=spec.name)
+    return TensorSpec(spec.name, slot.dtype, (slot.count,))
+
+
+def slots_of(manifest: Manifest, offsets: Iterable[int]) -> list[Slot]:
+    """Return where each row of a manifest goes."""
+    return [
+        Slot(row.index, row.spec.dtype, offset)
+        if row.start is None
+        else Slot(row.index, row.spec.dtype, offset, 0, prod(row.spec.shape), row.start)
+        for row, offset in zip(manifest.rows, offsets, strict=False)
+    ]
 
 
 class Checks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from pitstop.engine.errors import OfferRejected, ProtocolViolation
@@ -12,7 +13,7 @@ from pitstop.engine.worker_ports import TensorSpec
 from pitstop.transports.aside import aside
 from pitstop.transports.buckets import ALIGNMENT, cut
 from pitstop.transports.deadline import BEAT_S
-from pitstop.transports.packing import Slot, Source, wanted
+from pitstop.transports.packing import Slot, Source, row_of
 
 if TYPE_CHECKING:
     from pitstop.transports.cuda_memory import LentRing
@@ -35,7 +36,7 @@ class Geometry:
         self.slots: Final = slots
         self.slot_nbytes: Final = slot_nbytes
         self.rows: Final = rows
-        self.specs: Final = [TensorSpec(s.name, r.dtype, s.shape) for r in rows for s in (wanted(specs, r),)]
+        self.specs: Final = [row_of(specs, row) for row in rows]
         self.buckets: Final = cut(self.specs, slot_nbytes)
 
     def slot(self, bucket: int) -> int:
@@ -62,7 +63,7 @@ def pour(
         while n - drained() >= geometry.slots:
             yield BEAT_S
         at, rows = geometry.slot(n), geometry.rows
-        parts = [Slot(rows[p.row].index, rows[p.row].dtype, at + p.offset, p.start, p.count) for p in bucket]
+        parts = [replace(rows[p.row], offset=at + p.offset, start=p.start, count=p.count) for p in bucket]
         sums = np.zeros(len(parts), np.uint64)
         for _ in source.pack(parts, into, sums):
             yield 0.0
@@ -96,7 +97,7 @@ def pour_lent(
 
     if not isinstance(source, TensorSource):
         raise OfferRejected("the engine wants the weights from a GPU, and the source has none there")
-    tensors, ready = source.lendable([row.index for row in geometry.rows])
+    tensors, ready = source.lendable(geometry.rows)
     # Aside: where its kernels are compiled only now, that takes longer than the engine bears silence.
     making = aside(lambda: Pourer(tensors, geometry.specs, ring, geometry.slots, geometry.slot_nbytes, ready))
     while not making.done():

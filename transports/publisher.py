@@ -114,12 +114,14 @@ class Publisher:
         headers: Mapping[str, str] | None = None,
         rebase: bool = False,
         mode: Mode | None = None,
+        vocabulary: Literal["trim"] | None = None,
     ) -> PublishHandle:
         """Offer weights as `weight_version`; return at once.
 
         What is published (named tensors, a mapping, a module, or a checkpoint's path) must stay unchanged until
         `handle.sent` is set. Several may be under way: the engine takes the latest. `cast="inventory"` casts
-        floating-point tensors to the dtypes of the engine's checkpoint. `policy` is what becomes of requests in
+        floating-point tensors to the dtypes of the engine's checkpoint; with `vocabulary="trim"` rows of embeddings
+        and heads beyond the checkpoint's are padding, and not sent. `policy` is what becomes of requests in
         flight (keep, recompute, wait, abort), `deadlines` are limits of this refit in seconds (suspend, drain,
         receive, receive_per_gib, finalize, resume, control, silence); the engine's own count where unset. `mode`
         is where replicas receive (auto, staged, in_place: `pitstop.engine.refit.RefitOptions`). `headers` are the W3C
@@ -134,13 +136,14 @@ class Publisher:
             PeerLost: the engine is gone.
         """
         wishes = dict(deadlines or {})
-        judge(weight_version, cast, policy, wishes, mode)
+        judge(weight_version, cast, policy, wishes, mode, vocabulary)
         wishes = {name: float(seconds) for name, seconds in wishes.items()}
         source = source_of(what)
         try:
             offer = Offer(
-                uuid4().hex[:16], weight_version, source.specs(), cast, None, dict(headers or {}), device_of(source)
-            )
+                uuid4().hex[:16], weight_version, source.specs(), cast, None, dict(headers or {}), device_of(source),
+                vocabulary,
+            )  # fmt: skip
             judge_offer(offer.tensors, offer.headers)
             handle = PublishHandle(offer, source, policy, wishes, rebase=rebase, mode=mode)
             handle.publisher = self

@@ -20,6 +20,7 @@ from pitstop.transports.messages import (
     MOST_HEADERS,
     MOST_SECONDS,
     MOST_TENSORS,
+    WHOLE,
     Accept,
     Dtype,
     Propose,
@@ -51,7 +52,7 @@ def propose(
     rows = tuple(Row(spec.name, cast(Dtype, spec.dtype), spec.shape) for spec in offer.tensors)
     return Propose(
         offer.refit_id, offer.weight_version, rows, offer.cast, offer.base_version, offer.headers, policy, deadlines,
-        rebase, number, mode, offer.device,
+        rebase, number, mode, offer.device, offer.vocabulary,
     )  # fmt: skip
 
 
@@ -73,7 +74,7 @@ def offered(message: Propose) -> Offer:
     specs = tuple(TensorSpec(row.name, row.dtype, row.shape) for row in message.tensors)
     return Offer(
         message.refit_id, message.weight_version, specs, message.cast, message.base_version, dict(message.headers),
-        message.device,
+        message.device, message.vocabulary,
     )  # fmt: skip
 
 
@@ -82,9 +83,13 @@ def accept(manifest: Manifest, ticket: Ticket) -> Accept:
     indices = words(row.index for row in manifest.rows)
     dtypes = bytes(_CODES[cast(Dtype, row.spec.dtype)] for row in manifest.rows)
     offsets = b"" if ticket.slots else words(placed.offset for placed in ticket.tensors)
+    starts = counts = b""
+    if any(row.start is not None for row in manifest.rows):
+        starts = words(row.start or 0 for row in manifest.rows)
+        counts = words(WHOLE if row.start is None else prod(row.spec.shape) for row in manifest.rows)
     return Accept(
         ticket.refit_id, ticket.buffer, ticket.nbytes, indices, dtypes, offsets, ticket.silence_s,
-        ticket.slots, ticket.slot_nbytes, ticket.device,
+        ticket.slots, ticket.slot_nbytes, ticket.device, starts, counts,
     )  # fmt: skip
 
 
@@ -105,7 +110,14 @@ def accepted(message: Accept) -> list[Slot]:
     offsets = (0,) * len(indices) if message.slots else numbers(message.offsets)
     if not len(indices) == len(offsets) == len(message.dtypes) or any(code >= len(DTYPES) for code in message.dtypes):
         raise ProtocolViolation("the engine's rows are of different lengths, or of dtypes that do not exist")
-    return [Slot(i, DTYPES[code], at) for i, code, at in zip(indices, message.dtypes, offsets, strict=True)]
+    starts = numbers(message.starts) or (0,) * len(indices)
+    counts = numbers(message.counts) or (WHOLE,) * len(indices)
+    if not len(indices) == len(starts) == len(counts):
+        raise ProtocolViolation("the engine's rows are of different lengths")
+    return [
+        Slot(i, DTYPES[code], at, 0, None if count == WHOLE else count, 0 if count == WHOLE else start)
+        for i, code, at, start, count in zip(indices, message.dtypes, offsets, starts, counts, strict=True)
+    ]
 
 
 def settled(report: RefitReport) -> Settled:
@@ -156,13 +168,20 @@ def reported(message: Settled) -> RefitReport:
 
 
 def judge(
-    weight_version: int, cast: str | None, policy: str | None, deadlines: Mapping[str, float], mode: str | None = None
+    weight_version: int,
+    cast: str | None,
+    policy: str | None,
+    deadlines: Mapping[str, float],
+    mode: str | None = None,
+    vocabulary: str | None = None,
 ) -> None:
     """Raise `InvalidRequest` or `UnsupportedPolicy` if a trainer asks for what cannot be."""
     if not isinstance(weight_version, int) or isinstance(weight_version, bool) or not 0 <= weight_version < 1 << 62:
         raise InvalidRequest(f"weight_version is {weight_version!r}, not a number from 0 on")
     if cast not in (None, "inventory"):
         raise UnsupportedPolicy(f'cast is {cast!r}, neither None nor "inventory"')
+    if vocabulary not in (None, "trim"):
+        raise UnsupportedPolicy(f'vocabulary is {vocabulary!r}, neither None nor "trim"')
     if policy is not None and policy not in POLICIES:
         raise UnsupportedPolicy(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
     if mode is not None and mode not in MODES:

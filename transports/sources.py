@@ -100,7 +100,7 @@ class TensorSource:
                 others.append((row, slot, tensor))
             else:
                 there, width = into.address + slot.offset, ITEMSIZE[has]
-                here = tensor.data_ptr() + slot.start * width
+                here = tensor.data_ptr() + (slot.base + slot.start) * width
                 count = tensor.numel() if slot.count is None else slot.count
                 direct[kind].append((row, width, here, there, count, slot.start))
         for kind, rows in direct.items():
@@ -113,9 +113,11 @@ class TensorSource:
                 digests[row_at.astype(np.int64)] = work.digests
         yield from self._by_torch(others, into, digests)
 
-    def lendable(self, indices: Sequence[int]) -> tuple[list[Tensor], list[Any]]:
-        """Return tensors on their GPU, and the events after which they may be read."""
-        return [self._tensors[index] for index in indices], [event for _, event in self._ready]
+    def lendable(self, rows: Sequence[Slot]) -> tuple[list[Tensor], list[Any]]:
+        """Return what rows are made of, on its GPU, and the events after which it may be read."""
+        tensors = (self._tensors[row.index] for row in rows)
+        parts = [t if r.count is None else _part(t, r.base, r.count) for t, r in zip(tensors, rows, strict=True)]
+        return parts, [event for _, event in self._ready]
 
     def close(self) -> None:
         """Do nothing: whoever made the source drops it, and the tensors with it."""
@@ -134,7 +136,7 @@ class TensorSource:
             digests[row] = 0
             width, start, part = ITEMSIZE[slot.dtype], slot.start, tensor
             if slot.count is not None:
-                part = self._flat(slot.index)[start : start + slot.count]
+                part = self._flat(slot.index)[slot.base + start : slot.base + start + slot.count]
             target = into.tensor(slot.dtype, tuple(part.shape), slot.offset)
             for there, here in _slices(target, part):
                 there.copy_(here)
@@ -184,6 +186,18 @@ def _direct(tensor: Tensor, has: str, wanted: str) -> int | None:
     if has == wanted:
         return COPY
     return NARROW if (has, wanted) == ("float32", "bfloat16") else None
+
+
+def _part(tensor: Tensor, base: int, count: int) -> Tensor:
+    """Return `count` elements from the flat element `base` on, as a view wherever they are whole slices."""
+    while tensor.numel() and tensor.dim():
+        each = tensor.numel() // tensor.shape[0]
+        if base % each == 0 and count % each == 0:
+            return tensor.narrow(0, base // each, count // each)
+        if base // each != (base + count - 1) // each:
+            break
+        tensor, base = tensor[base // each], base % each
+    return tensor.reshape(-1)[base : base + count]
 
 
 def _slices(target: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

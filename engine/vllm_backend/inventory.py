@@ -27,6 +27,7 @@ _LEFTOVERS: Final = re.compile(
 )
 """Buffers that older checkpoints store and that no model loads."""
 _HEAD: Final = "lm_head.weight"
+_HEADS: Final = re.compile(r"(^|\.)(lm_head|embed_out)\.(weight|bias)$")
 _EMBEDDING: Final = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight$")
 _LAYER: Final = re.compile(r"(^|\.)layers\.(\d+)\.")
 
@@ -57,7 +58,8 @@ def inventory(specs: Iterable[TensorSpec], config: Mapping[str, Any]) -> Invento
     layers = _text(config).get("num_hidden_layers")
     kept = {spec.name: spec for spec in specs if not _unloaded(spec.name, layers)}
     tied = _tied(list(kept), config)
-    return Inventory(tuple(spec for name, spec in kept.items() if name not in tied), tied)
+    vocabulary = tuple(name for name in dict.fromkeys([*kept, *tied]) if _EMBEDDING.search(name) or _HEADS.search(name))
+    return Inventory(tuple(spec for name, spec in kept.items() if name not in tied), tied, vocabulary)
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -61,7 +61,7 @@ class Reload:
 
         # What a refit left that failed and was not undone: vLLM would take its layers for prepared.
         self.undo()
-        self._tally, self._fed = Tally(), 0
+        self._tally, self._fed = Tally(self.model), 0
         with self._inside():
             initialize_layerwise_reload(self._part)
 

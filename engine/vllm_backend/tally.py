@@ -23,9 +23,10 @@ Loaded = Sequence[tuple["TensorSpec", "Tensor"]]
 
 
 class Tally:
-    """Counts over all calls in which a version is loaded."""
+    """Counts over all calls in which a version is loaded into `model`."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Module | None = None) -> None:
+        self._left_alone = [] if model is None else _left_alone(model)
         self._calls = 0
         self._starts: list[int] = []
         self._elements: dict[int, int] = {}
@@ -67,9 +68,33 @@ class Tally:
 
         layerwise.get_numel_loaded = counting
         try:
-            yield
+            with contextlib.ExitStack() as restored:
+                for parameter in self._left_alone:
+                    restored.enter_context(self._followed(parameter))
+                yield
         finally:
             layerwise.get_numel_loaded = count
+
+    @contextlib.contextmanager
+    def _followed(self, parameter: Any) -> Iterator[None]:
+        """Count what is loaded into a parameter that vLLM's reload leaves in its place, unwrapped."""
+        from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+        own = parameter.__dict__.get("weight_loader")
+        loader = own or default_weight_loader
+
+        def counting(into: Any, content: Tensor, *more: Any, **named: Any) -> Any:
+            self._calls += 1
+            self._starts.append(content.data_ptr())
+            return loader(into, content, *more, **named)
+
+        parameter.weight_loader = counting
+        try:
+            yield
+        finally:
+            del parameter.weight_loader
+            if own is not None:
+                parameter.weight_loader = own
 
     def _feed(self, tensors: Loaded, followed: set[str]) -> Iterator[tuple[str, Tensor]]:
         # Most models load each tensor before they ask for the next; one that collects them first passes views on.
@@ -92,6 +117,16 @@ class Tally:
             and name not in NEVER_LOADED
             and self._elements.get(id(parameter), 0) < wanted(layer, name, parameter)
         ]
+
+
+def _left_alone(model: Module) -> list[Any]:
+    found = {
+        id(parameter): parameter
+        for layer in model.modules()
+        for name, parameter in layer._parameters.items()
+        if parameter is not None and name in NEVER_LOADED
+    }
+    return list(found.values())
 
 
 def _is_content(value: object) -> bool:

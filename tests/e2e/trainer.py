@@ -38,7 +38,30 @@ def change(tensors: dict[str, Any], how: str) -> dict[str, Any]:
         return dict(items) | {name: tensor.to(torch.float64)}
     if how == "shuffled":
         return dict(sorted(items, key=lambda item: hash(item[0])))
+    if how == "padded":
+        return {
+            k: torch.cat([v, v[:64]]) if k.endswith(("embed_tokens.weight", "lm_head.weight")) else v for k, v in items
+        }
+    if how == "fused":
+        return _fused(tensors)
     return tensors
+
+
+def _fused(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Put experts together as transformers does."""
+    import torch
+
+    found, experts = {}, dict[str, dict[str, list[Any]]]()
+    for name, tensor in tensors.items():
+        layer, single, part = name.partition(".experts.")
+        if single:
+            experts.setdefault(layer, {}).setdefault(part.split(".")[1], []).append(tensor)
+        else:
+            found[name] = tensor
+    for layer, by_role in experts.items():
+        gate, up, down = (torch.stack(by_role[f"{role}_proj"]) for role in ("gate", "up", "down"))
+        found[f"{layer}.experts.gate_up_proj"], found[f"{layer}.experts.down_proj"] = torch.cat([gate, up], 1), down
+    return found
 
 
 def _serve(link: Connection, address: str, run_dir: str | None) -> None:

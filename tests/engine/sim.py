@@ -84,7 +84,12 @@ class SimFleet(Fleet):
         self.origin = origin
 
     def _checkpoint(
-        self, source: str | os.PathLike[str], version: int, cast: Literal["inventory"] | None, options: RefitOptions
+        self,
+        source: str | os.PathLike[str],
+        version: int,
+        cast: Literal["inventory"] | None,
+        options: RefitOptions,
+        vocabulary: Literal["trim"] | None = None,
     ) -> Delivery:
         offer = Offer(uuid.uuid4().hex, version, tuple(self.sims[0].specs))
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pitstop.engine import errors
-from pitstop.engine.refit import Deadlines, RefitOptions, plain, route, unequal_ties
+from pitstop.engine.naming import plain
+from pitstop.engine.refit import Deadlines, RefitOptions, route, unequal_ties
 from pitstop.engine.worker_ports import Inventory, Offer, TensorSpec, Trailer
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"

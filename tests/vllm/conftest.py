@@ -31,9 +31,13 @@ def preloaded() -> None:
     """Import what an engine core needs, so that it inherits it, and keep the collector from copying it page by page."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        import vllm.model_executor.models.gemma3
+        import vllm.model_executor.models.glm4_moe
+        import vllm.model_executor.models.gpt2
         import vllm.model_executor.models.llama
         import vllm.model_executor.models.mixtral
         import vllm.model_executor.models.qwen2
+        import vllm.model_executor.models.qwen3
         import vllm.model_executor.models.qwen3_moe
         import vllm.v1.attention.backends.cpu_attn
         import vllm.v1.engine.async_llm
@@ -43,9 +47,13 @@ def preloaded() -> None:
 
         models = vllm.model_executor.models
         # Registered as classes: vLLM inspects what it knows by name only in a subprocess of six seconds.
+        ModelRegistry.register_model("GPT2LMHeadModel", models.gpt2.GPT2LMHeadModel)
+        ModelRegistry.register_model("Gemma3ForCausalLM", models.gemma3.Gemma3ForCausalLM)
+        ModelRegistry.register_model("Glm4MoeForCausalLM", models.glm4_moe.Glm4MoeForCausalLM)
         ModelRegistry.register_model("LlamaForCausalLM", models.llama.LlamaForCausalLM)
         ModelRegistry.register_model("MixtralForCausalLM", models.mixtral.MixtralForCausalLM)
         ModelRegistry.register_model("Qwen2ForCausalLM", models.qwen2.Qwen2ForCausalLM)
+        ModelRegistry.register_model("Qwen3ForCausalLM", models.qwen3.Qwen3ForCausalLM)
         ModelRegistry.register_model("Qwen3MoeForCausalLM", models.qwen3_moe.Qwen3MoeForCausalLM)
     gc.collect()
     gc.freeze()
