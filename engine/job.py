@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from pitstop.engine.counters import Acceptance
 from pitstop.engine.errors import DeadlineExceeded, PitstopError, RemoteError
 from pitstop.engine.handle import Milestone
 from pitstop.engine.ledger import Place
@@ -67,6 +68,7 @@ class Job:
     bubble: float | None = None
     error: PitstopError | None = None
     committed: bool = False
+    acceptance: Acceptance | None = None
     ended_at: float = 0.0
     _entered: tuple[str, float] | None = None
 
@@ -88,7 +90,9 @@ class Job:
     def conclude(self) -> None:
         """Hand the report to whoever waits. Idempotent."""
         if not self.done.done():
-            report = ReplicaReport(self.replica, self.committed, dict(self.seconds), self.live, self.bubble, self.error)
+            report = ReplicaReport(
+                self.replica, self.committed, dict(self.seconds), self.live, self.bubble, self.error, self.acceptance
+            )
             self.done.set_result(report)
 
 

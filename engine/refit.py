@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Final, Literal
 
+from pitstop.engine.counters import Acceptance
 from pitstop.engine.errors import (
     DtypeMismatch,
     MissingTensors,
@@ -208,7 +209,8 @@ class ReplicaReport:
 
     What is received in place has no stage.
     The bubble is the wall time from the last token before the suspend to the first after the resume; None when
-    no request was in flight throughout.
+    no request was in flight throughout. `acceptance` is how drafts fared under the version that was replaced; None
+    without drafts.
     """
 
     replica: str
@@ -217,6 +219,7 @@ class ReplicaReport:
     live: int = 0
     bubble: float | None = None
     error: PitstopError | None = None
+    acceptance: Acceptance | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("engine", "transports", "telemetry")
 PACKAGES = tuple(f"pitstop.{folder}" for folder in FOLDERS)
 
-RECORDS = ("errors", "lifecycle", "staging", "ledger", "request", "worker_ports", "refit", "staleness")
+RECORDS = ("errors", "counters", "lifecycle", "staging", "ledger", "request", "worker_ports", "refit", "staleness")
 PURE = (*RECORDS, "ports")
 DRIVERS = (
     "fleet",
@@ -30,6 +30,7 @@ DRIVERS = (
     "stream",
     "flight",
     "gate",
+    "drafting",
     "handle",
     "prompts",
     "rundir",

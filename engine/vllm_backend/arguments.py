@@ -41,9 +41,10 @@ def engine_arguments(
             argument=min(unknown),
         )
     _none_of_ours(model, given)
-    traced = given.get("otlp_traces_endpoint") is not None
-    # vLLM makes its own spans from the statistics, and a second engine would take the first one's Prometheus series.
-    defaults = {"disable_log_stats": not traced}
+    # Statistics take some percent of the frontend's time. vLLM makes its own spans from them, and only they tell how a
+    # drafter does.
+    counted = any(given.get(name) is not None for name in ("otlp_traces_endpoint", "speculative_config"))
+    defaults = {"disable_log_stats": not counted}
     extra = {**(given.get("additional_config") or {}), "pitstop": Carried(tied=dict(tied))}
     return {**defaults, **given, **OURS, "model": model, "additional_config": extra}
 

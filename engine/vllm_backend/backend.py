@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 
+from pitstop.engine.counters import Counters, flatten
 from pitstop.engine.errors import EngineClosed, PitstopError, WorkerFailed, from_record
 from pitstop.engine.ports import Booted
 from pitstop.engine.refit import Policy
@@ -214,6 +215,11 @@ class VllmBackend:
     async def output_after(self, moment: float) -> float:
         """Wait for the first tokens seen after `moment`."""
         return await self._alive().output_after(moment)
+
+    async def counters(self) -> Counters:
+        """Return what vLLM has counted in this incarnation, if its statistics are on."""
+        statistics = self._alive().statistics
+        return Counters() if statistics is None else flatten(statistics.series(), self._incarnation)
 
     async def drained(self) -> None:
         """Return when no leg is live in the engine."""

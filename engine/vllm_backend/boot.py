@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pitstop.engine.errors import CheckpointUnreadable
 from pitstop.engine.vllm_backend.arguments import engine_arguments
+from pitstop.engine.vllm_backend.counters import Statistics
 from pitstop.engine.vllm_backend.inventory import from_headers
 from pitstop.engine.vllm_backend.meta_model import from_meta_model
 from pitstop.engine.vllm_backend.processes import children_of_thread, descendants, hold, kill, segments
@@ -46,7 +47,7 @@ class Started:
     """An engine that is up, and what its checkpoint is made of.
 
     `proven`: the weights came from that checkpoint. `pids`: its processes, the core first. `shared`: the shared memory
-    between them, which nobody unlinks when they are killed.
+    between them, which nobody unlinks when they are killed. `statistics` is None if it keeps none.
     """
 
     llm: Any
@@ -54,6 +55,7 @@ class Started:
     proven: bool
     pids: tuple[int, ...]
     shared: frozenset[str]
+    statistics: Statistics | None = None
 
 
 class Abandoned(Exception):
@@ -138,10 +140,12 @@ def start_engine(settings: Settings, boot: Boot[Started]) -> Started:
         arguments["additional_config"]["pitstop"]["tied"] = dict(inventory.tied)
     arguments["additional_config"]["pitstop"]["receivers"] = list(settings.receivers)
     boot.check()
-    llm = _construct(arguments, settings, boot)
+    counts = settings.stat_loggers or not arguments["disable_log_stats"]
+    statistics = Statistics() if counts else None
+    llm = _construct(arguments, settings, boot, statistics)
     core: int = llm.engine_core.resources.engine_manager.processes[0].pid
     pids = (core, *descendants(core))
-    return Started(llm, inventory, not dummy, pids, frozenset(segments(pids)))
+    return Started(llm, inventory, not dummy, pids, frozenset(segments(pids)), statistics)
 
 
 def _inventory(folder: Path, settings: Settings, *, dummy: bool) -> Inventory:
@@ -167,7 +171,9 @@ def _download(settings: Settings, *, dummy: bool) -> Path:
         raise CheckpointUnreadable(f"{settings.model} is no folder and cannot be downloaded: {error}") from error
 
 
-def _construct(arguments: dict[str, Any], settings: Settings, boot: Boot[Started]) -> Any:
+def _construct(
+    arguments: dict[str, Any], settings: Settings, boot: Boot[Started], statistics: Statistics | None
+) -> Any:
     """Make the `AsyncLLM`.
 
     "spawn" is how vLLM starts engines. "fork" takes 0.5 s instead of 12 s, since the core inherits what this process
@@ -177,7 +183,7 @@ def _construct(arguments: dict[str, Any], settings: Settings, boot: Boot[Started
 
     os.environ[FRONTEND] = str(os.getpid())
     if settings.start_method == "spawn":
-        return _make(AsyncEngineArgs(**arguments), settings, boot)
+        return _make(AsyncEngineArgs(**arguments), settings, boot, statistics)
     if arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1) == 1:
         # As a class path: vLLM's CPU platform replaces the executor's short name by the one with worker processes.
         arguments.setdefault("distributed_executor_backend", IN_CORE)
@@ -187,14 +193,16 @@ def _construct(arguments: dict[str, Any], settings: Settings, boot: Boot[Started
     with _one_at_a_time:
         before = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
         try:
-            return _make(AsyncEngineArgs(**arguments), settings, boot, fork=True)
+            return _make(AsyncEngineArgs(**arguments), settings, boot, statistics, fork=True)
         finally:
             os.environ.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
             if before is not None:
                 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = before
 
 
-def _make(asked: Any, settings: Settings, boot: Boot[Started], *, fork: bool = False) -> Any:
+def _make(
+    asked: Any, settings: Settings, boot: Boot[Started], statistics: Statistics | None, *, fork: bool = False
+) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
 
@@ -204,10 +212,11 @@ def _make(asked: Any, settings: Settings, boot: Boot[Started], *, fork: bool = F
         # Only now: the CPU platform sets it to "spawn" while it makes the configuration.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     boot.check()
+    ours = [] if statistics is None else [statistics.logger]
     return AsyncLLM(
         vllm_config=config,
         executor_class=Executor.get_class(config),
         log_stats=not asked.disable_log_stats,
         log_requests=False,
-        stat_loggers=list(settings.stat_loggers) or None,
+        stat_loggers=[*ours, *settings.stat_loggers] or None,
     )
