@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Final, Literal
@@ -100,7 +100,8 @@ def route(offer: Offer, inventory: Inventory) -> Manifest:
     """Match every offered tensor with the inventory.
 
     Rules: wrapper pieces are stripped from names that do not match as they are; of two tied tensors either may be
-    left out; shapes must agree; dtypes must agree unless `offer.cast == "inventory"` and both are floating-point.
+    left out; what the checkpoint stores for a drafter that refits do not bring stays behind; shapes must agree; dtypes
+    must agree unless `offer.cast == "inventory"` and both are floating-point.
 
     Raises:
         UnexpectedTensors, RepeatedTensors, MissingTensors, ShapeMismatch, DtypeMismatch: named, with near matches.
@@ -110,14 +111,17 @@ def route(offer: Offer, inventory: Inventory) -> Manifest:
     wanted = {spec.name: spec for spec in inventory.tensors}
     known = wanted | {twin: replace(wanted[base], name=twin) for twin, base in inventory.tied.items() if base in wanted}
     found = [known.get(spec.name) or known.get(plain(spec.name)) for spec in offer.tensors]
-    _all_expected(offer, found, known, wanted)
+    _all_expected(offer, found, known, wanted, inventory)
     rows = [Routed(i, spec) for i, spec in enumerate(found) if spec is not None]
     _each_once(offer, rows)
     at = {row.spec.name: n for n, row in enumerate(rows)}
     absent = [n for n in wanted if n not in at and not _twin_sent(n, inventory, at)]
     if absent:
+        ours = not set(absent) <= set(inventory.drafter)
+        remedy = "" if ours else "; they are its drafter's: if it is not trained, launch with drafter='frozen'"
         raise MissingTensors(
-            f"{len(absent)} tensors of the model are missing from the offer: {names(absent)}", tensor=min(absent)
+            f"{len(absent)} tensors of the model are missing from the offer: {names(absent)}{remedy}",
+            tensor=min(absent),
         )
     _same_form(offer, rows)
     equal = tuple((at[twin], at[base]) for twin, base in inventory.tied.items() if twin in at and base in at)
@@ -125,9 +129,18 @@ def route(offer: Offer, inventory: Inventory) -> Manifest:
 
 
 def _all_expected(
-    offer: Offer, found: list[TensorSpec | None], known: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec]
+    offer: Offer,
+    found: list[TensorSpec | None],
+    known: Mapping[str, TensorSpec],
+    wanted: Mapping[str, TensorSpec],
+    inventory: Inventory,
 ) -> None:
-    strange = [spec.name for spec, match in zip(offer.tensors, found, strict=True) if match is None]
+    unused = frozenset(inventory.unused)
+    strange = [
+        spec.name
+        for spec, match in zip(offer.tensors, found, strict=True)
+        if match is None and plain(spec.name) not in unused
+    ]
     if not strange:
         return
     taken = {match.name for match in found if match is not None}
@@ -136,9 +149,14 @@ def _all_expected(
     also = f" Not offered: {names(missing)}." if missing else ""
     raise UnexpectedTensors(
         f"{len(strange)} offered tensors are not of this model: {names(strange)}."
-        f"{also}{hint({n: near(plain(n), free) for n in strange[:64]})}",
+        f"{also}{hint({n: near(plain(n), free) for n in strange[:64]})}{_frozen(strange)}",
         tensor=min(strange),
     )
+
+
+def _frozen(strange: Sequence[str]) -> str:
+    drafts = any(plain(name).startswith("draft.") for name in strange)
+    return " A drafter with a checkpoint of its own is refitted if launched with drafter='trained'." if drafts else ""
 
 
 def _each_once(offer: Offer, rows: list[Routed]) -> None:

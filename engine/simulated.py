@@ -126,7 +126,7 @@ class SimulatedBackend:
         self.legs: dict[str, SimulatedLeg] = {}
         self.steps = 0
         self.aborts = 0
-        self.made = 0
+        self.tokens = 0
         self.accepted = 0.0
         self.drafter = drafter
         self.paused = False
@@ -152,7 +152,7 @@ class SimulatedBackend:
         self._name, self._incarnation = replica, incarnation
         self.death, self._dead, self.paused = None, asyncio.Event(), False
         self.legs, self._staged, self._touched = {}, {}, set()
-        self.made, self.accepted = 0, 0.0
+        self.tokens, self.accepted = 0, 0.0
         self._none_live.set()
         await self._call("start", self.delays.boot)
         version = self._boots_with if incarnation == 1 else None
@@ -274,13 +274,13 @@ class SimulatedBackend:
         """See `Backend.counters`."""
         await self._call("counters")
         series = [
-            Series("vllm:generation_tokens", self.made),
+            Series("vllm:generation_tokens", self.tokens),
             Series("vllm:num_requests_running", len(self.legs), gauge=True),
         ]
         if self.drafter is not None:
             series += [
-                Series("vllm:spec_decode_num_drafts", self.made),
-                Series("vllm:spec_decode_num_draft_tokens", self.made),
+                Series("vllm:spec_decode_num_drafts", self.tokens),
+                Series("vllm:spec_decode_num_draft_tokens", self.tokens),
                 Series("vllm:spec_decode_num_accepted_tokens", self.accepted),
                 Series("vllm:spec_decode_num_accepted_tokens_per_pos", self.accepted, {"position": "0"}),
             ]
@@ -361,7 +361,7 @@ class SimulatedBackend:
         for leg in list(self.legs.values()):
             prompt = leg.request.prompt_token_ids
             leg.step(TORN if version is None else token_for(version, prompt, leg.made))
-            self.made += 1
+            self.tokens += 1
             if self.drafter is not None and version is not None:
                 self.accepted += self.drafter(version)
         self._output_at = time.monotonic()

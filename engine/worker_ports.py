@@ -48,11 +48,15 @@ class Inventory:
     """The checkpoint tensors that a replica's model is made of, recorded at launch.
 
     `tied` maps the name of a tensor that shares another's storage to that other's name. Either of the two
-    may be left out of an offer, or both may come with equal content.
+    may be left out of an offer, or both may come with equal content. `drafter` names those among `tensors` that are a
+    trained drafter's. `unused` names what the checkpoint stores for a drafter that refits do not bring: it may be
+    offered, and stays behind.
     """
 
     tensors: tuple[TensorSpec, ...]
     tied: dict[str, str] = field(default_factory=dict)
+    drafter: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +203,7 @@ class Bucket:
     tensors: Sequence[tuple[TensorSpec, Tensor]]
 
 
-WorkerVerb = Literal["describe", "receive", "apply", "finalize", "undo", "release", "fingerprint"]
+WorkerVerb = Literal["describe", "receive", "apply", "finalize", "undo", "release", "fingerprint", "drafter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +213,8 @@ class WorkerOp:
     `receive` starts a receiver thread for the rank's ticket and returns at once. `apply` puts what landed for
     `refit_id` into the live parameters, or checks that it is there whole if it was received in place; `finalize` does
     the post-load work; `undo` ends receiving and makes a model that was left half loaded runnable (never clean);
-    `release` drops what landed. `fingerprint` returns a number for each tensor of the live model.
+    `release` drops what landed. `fingerprint` returns a number for each tensor of the live model. `drafter` loads a
+    drafter that refits do not bring from its checkpoint.
     """
 
     verb: WorkerVerb

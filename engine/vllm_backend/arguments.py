@@ -26,11 +26,11 @@ class EngineArgumentRejected(LocalError, ValueError):
 
 
 def engine_arguments(
-    model: str, given: Mapping[str, Any], known: Collection[str], tied: Mapping[str, str]
+    model: str, given: Mapping[str, Any], known: Collection[str], carried: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the keyword arguments of `AsyncEngineArgs`.
 
-    `tied` goes to the workers: a head that is sent in its embedding's place has to be loaded under its name.
+    `carried` goes to the workers.
 
     Raises:
         EngineArgumentRejected: an argument is unknown (with near matches), or contradicts `OURS`.
@@ -45,7 +45,7 @@ def engine_arguments(
     # drafter does.
     counted = any(given.get(name) is not None for name in ("otlp_traces_endpoint", "speculative_config"))
     defaults = {"disable_log_stats": not counted}
-    extra = {**(given.get("additional_config") or {}), "pitstop": Carried(tied=dict(tied))}
+    extra = {**(given.get("additional_config") or {}), "pitstop": Carried(carried)}
     return {**defaults, **given, **OURS, "model": model, "additional_config": extra}
 
 

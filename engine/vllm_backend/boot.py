@@ -6,13 +6,14 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from pitstop.engine.errors import CheckpointUnreadable
 from pitstop.engine.vllm_backend.arguments import engine_arguments
 from pitstop.engine.vllm_backend.counters import Statistics
+from pitstop.engine.vllm_backend.draft_inventory import Choice, Draft, draft_of, layers_of, with_drafter
 from pitstop.engine.vllm_backend.inventory import from_headers
 from pitstop.engine.vllm_backend.meta_model import from_meta_model
 from pitstop.engine.vllm_backend.processes import children_of_thread, descendants, hold, kill, segments
@@ -40,6 +41,7 @@ class Settings:
     start_method: StartMethod = "spawn"
     stat_loggers: Sequence[Any] = ()
     receivers: tuple[str, ...] = ()
+    drafter: Choice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ class Started:
     """An engine that is up, and what its checkpoint is made of.
 
     `proven`: the weights came from that checkpoint. `pids`: its processes, the core first. `shared`: the shared memory
-    between them, which nobody unlinks when they are killed. `statistics` is None if it keeps none.
+    between them, which nobody unlinks when they are killed. `statistics` is None if it keeps none, `draft` if it has
+    no drafter with weights.
     """
 
     llm: Any
@@ -56,6 +59,7 @@ class Started:
     pids: tuple[int, ...]
     shared: frozenset[str]
     statistics: Statistics | None = None
+    draft: Draft | None = None
 
 
 class Abandoned(Exception):
@@ -128,47 +132,67 @@ def start_engine(settings: Settings, boot: Boot[Started]) -> Started:
     local = Path(settings.model) if Path(settings.model).is_dir() else None
     dummy = settings.engine_args.get("load_format") == "dummy"
     # Before anything is started: a checkpoint that cannot be read is found in milliseconds.
-    inventory = None if local is None else _inventory(local, settings, dummy=dummy)
+    draft = draft_of(settings.model, settings.engine_args, settings.drafter)
+    inventory = None if local is None else _inventory(local, settings, draft, dummy=dummy)
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     boot.check()
     known = [item.name for item in fields(AsyncEngineArgs)]
-    tied = {} if inventory is None else inventory.tied
-    arguments = engine_arguments(settings.model, settings.engine_args, known, tied)
+    carried: dict[str, Any] = {"receivers": list(settings.receivers)}
+    arguments = engine_arguments(settings.model, settings.engine_args, known, carried)
     if inventory is None:
-        inventory = _inventory(_download(settings, dummy=dummy), settings, dummy=dummy)
-        arguments["additional_config"]["pitstop"]["tied"] = dict(inventory.tied)
-    arguments["additional_config"]["pitstop"]["receivers"] = list(settings.receivers)
+        local = _download(settings.model, settings, dummy=dummy)
+        inventory = _inventory(local, settings, draft, dummy=dummy)
+    ours = arguments["additional_config"]["pitstop"]
+    ours["tied"] = dict(inventory.tied)
+    if draft is not None and local is not None:
+        draft = _located(draft, local, settings)
+        ours["drafter"] = asdict(draft)
+        if dummy and draft.own:
+            # What it has of its own, and what it shares with the target, vLLM learns from its checkpoint.
+            asked = arguments["speculative_config"]
+            arguments["speculative_config"] = {"draft_load_config": {"load_format": "auto"}, **asked}
     boot.check()
     counts = settings.stat_loggers or not arguments["disable_log_stats"]
     statistics = Statistics() if counts else None
     llm = _construct(arguments, settings, boot, statistics)
     core: int = llm.engine_core.resources.engine_manager.processes[0].pid
     pids = (core, *descendants(core))
-    return Started(llm, inventory, not dummy, pids, frozenset(segments(pids)), statistics)
+    return Started(llm, inventory, not dummy, pids, frozenset(segments(pids)), statistics, draft)
 
 
-def _inventory(folder: Path, settings: Settings, *, dummy: bool) -> Inventory:
-    if not dummy:
-        return from_headers(folder)
-    return from_meta_model(folder, trust_remote_code=bool(settings.engine_args.get("trust_remote_code")))
+def _inventory(folder: Path, settings: Settings, draft: Draft | None, *, dummy: bool) -> Inventory:
+    if dummy:
+        found = from_meta_model(folder, trust_remote_code=bool(settings.engine_args.get("trust_remote_code")))
+    else:
+        found = from_headers(folder)
+    return with_drafter(found, folder, None if draft is None else _located(draft, folder, settings))
 
 
-def _download(settings: Settings, *, dummy: bool) -> Path:
+def _located(draft: Draft, target: Path, settings: Settings) -> Draft:
+    """Say in which folder a drafter's tensors are, and behind which layer of the target."""
+    if not draft.own:
+        return replace(draft, folder=str(target), layers=layers_of(target))
+    if Path(draft.folder).is_dir() or not draft.trained:
+        return draft
+    return replace(draft, folder=str(_download(draft.folder, settings, dummy=False)))
+
+
+def _download(model: str, settings: Settings, *, dummy: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.model", "*.txt"] if dummy else ["*.json", "*.model", "*.txt", "*.safetensors"]
     try:
         return Path(
             snapshot_download(
-                settings.model,
-                revision=settings.engine_args.get("revision"),
+                model,
+                revision=settings.engine_args.get("revision") if model == settings.model else None,
                 cache_dir=settings.engine_args.get("download_dir"),
                 allow_patterns=wanted,
             )
         )
     except Exception as error:
-        raise CheckpointUnreadable(f"{settings.model} is no folder and cannot be downloaded: {error}") from error
+        raise CheckpointUnreadable(f"{model} is no folder and cannot be downloaded: {error}") from error
 
 
 def _construct(

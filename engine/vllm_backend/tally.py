@@ -46,7 +46,8 @@ class Tally:
         self._unused = [
             (spec, tensor)
             for spec, tensor in (*self._unused, *tensors)
-            if spec.name not in followed and not self._inside(tensor)
+            # What the reload leaves alone is loaded at once, past what is counted here.
+            if spec.name not in followed and not self._inside(tensor) and not _left_alone(spec.name)
         ]
 
     @contextlib.contextmanager
@@ -99,6 +100,10 @@ _NEVER_LOADED = frozenset(
     }
 )  # fmt: skip
 """What vLLM's reload leaves alone."""
+
+
+def _left_alone(name: str) -> bool:
+    return name.rpartition(".")[2] in _NEVER_LOADED
 
 
 def _wanted(layer: Module, name: str, parameter: Any) -> int:

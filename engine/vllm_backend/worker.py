@@ -17,8 +17,7 @@ from typing import Any
 import msgspec
 
 from pitstop.engine.errors import ErrorRecord, LocalError, PitstopError, ProtocolViolation, WorkerFailed
-from pitstop.engine.vllm_backend.fingerprint import fingerprint
-from pitstop.engine.vllm_backend.loading import loading
+from pitstop.engine.vllm_backend.loading import fill_drafter, fingerprints, loading
 from pitstop.engine.vllm_backend.sink import LoadingSink
 from pitstop.engine.vllm_backend.watch import start_watch
 from pitstop.engine.worker_ports import Receiver, Ticket, WorkerLayout, WorkerOp, WorkerReply
@@ -150,7 +149,13 @@ class WorkerSide:
 
     def fingerprint(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Say what the live model holds."""
-        return replace(reply, fingerprint=fingerprint(self._worker.get_model()))
+        return replace(reply, fingerprint=fingerprints(self._worker))
+
+    def drafter(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
+        """Load a frozen drafter from its checkpoint: its memory holds nothing yet, or nothing any more."""
+        with self._busy:
+            fill_drafter(self._worker)
+        return reply
 
     def release(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Drop what landed. Idempotent."""

@@ -52,7 +52,7 @@ class Slow:
 def sink(reload: Slow, busy: threading.Lock, *specs: TensorSpec, in_place: bool = True) -> LoadingSink:
     placed = tuple(Placed(spec, 0) for spec in specs)
     ticket = Ticket("r", "replica-0", 1, 0, "", "", 0, placed, "", "", 1.0, 0.05, in_place=in_place)
-    return LoadingSink(ticket, reload, {"head": "a"}, busy)  # type: ignore[arg-type]
+    return LoadingSink(ticket, reload, {"head": "a"}, busy)
 
 
 def bucket(*specs: TensorSpec) -> Bucket:
