@@ -59,7 +59,8 @@ def drafted() -> str:
             if type(layer) is VocabParallelEmbedding:
                 found.append((name, layer.weight.flatten().tolist()))
             else:
-                found.append((name, layer.quant_method.apply(layer, inputs).flatten().tolist()))
+                made: Any = layer.quant_method
+                found.append((name, made.apply(layer, inputs).flatten().tolist()))
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
