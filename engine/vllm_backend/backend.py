@@ -207,11 +207,11 @@ class VllmBackend:
         if tags:
             await life.call("wake", life.llm.wake_up(tags))
             self._asleep -= set(tags)
-            if self._emptied and _WEIGHTS in tags:
-                await self._fill_drafter()
-                self._emptied = False
         elif kv_cache:
             await life.call("resume", life.llm.resume_generation())
+        if self._emptied and _WEIGHTS not in self._asleep:
+            await self._fill_drafter()
+            self._emptied = False
 
     async def died(self) -> PitstopError:
         """Return when the engine has died."""

@@ -133,7 +133,10 @@ def start_engine(settings: Settings, boot: Boot[Started]) -> Started:
     dummy = settings.engine_args.get("load_format") == "dummy"
     # Before anything is started: a checkpoint that cannot be read is found in milliseconds.
     draft = draft_of(settings.model, settings.engine_args, settings.drafter)
-    inventory = None if local is None else _inventory(local, settings, draft, dummy=dummy)
+    inventory = None
+    if local is not None:
+        draft = _located(draft, local, settings)
+        inventory = _inventory(local, settings, draft, dummy=dummy)
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     boot.check()
@@ -142,11 +145,11 @@ def start_engine(settings: Settings, boot: Boot[Started]) -> Started:
     arguments = engine_arguments(settings.model, settings.engine_args, known, carried)
     if inventory is None:
         local = _download(settings.model, settings, dummy=dummy)
+        draft = _located(draft, local, settings)
         inventory = _inventory(local, settings, draft, dummy=dummy)
     ours = arguments["additional_config"]["pitstop"]
     ours["tied"] = dict(inventory.tied)
-    if draft is not None and local is not None:
-        draft = _located(draft, local, settings)
+    if draft is not None:
         ours["drafter"] = asdict(draft)
         if dummy and draft.own:
             # What it has of its own, and what it shares with the target, vLLM learns from its checkpoint.
@@ -166,15 +169,15 @@ def _inventory(folder: Path, settings: Settings, draft: Draft | None, *, dummy: 
         found = from_meta_model(folder, trust_remote_code=bool(settings.engine_args.get("trust_remote_code")))
     else:
         found = from_headers(folder)
-    return with_drafter(found, folder, None if draft is None else _located(draft, folder, settings))
+    return with_drafter(found, folder, draft)
 
 
-def _located(draft: Draft, target: Path, settings: Settings) -> Draft:
+def _located(draft: Draft | None, target: Path, settings: Settings) -> Draft | None:
     """Say in which folder a drafter's tensors are, and behind which layer of the target."""
+    if draft is None or (draft.own and Path(draft.folder).is_dir()):
+        return draft
     if not draft.own:
         return replace(draft, folder=str(target), layers=layers_of(target))
-    if Path(draft.folder).is_dir() or not draft.trained:
-        return draft
     return replace(draft, folder=str(_download(draft.folder, settings, dummy=False)))
 
 

@@ -28,8 +28,9 @@ _LEFTOVERS: Final = re.compile(
 """Buffers that older checkpoints store and that no model loads."""
 _HEAD: Final = "lm_head.weight"
 _EMBEDDING: Final = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight$")
-_LAYER: Final = re.compile(r"^(?:model\.|language_model\.model\.|model\.language_model\.)?layers\.(\d+)\.")
-_MTP: Final = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.")
+_INNER: Final = r"^(?:model\.|language_model\.(?:model\.)?|model\.language_model\.)?"
+_LAYER: Final = re.compile(_INNER + r"layers\.(\d+)\.")
+_MTP: Final = re.compile(_INNER + r"mtp(?:_\w+)?\.")
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import pytest
 
 from pitstop.engine.counters import Acceptance
@@ -168,6 +170,39 @@ async def test_what_is_left_of_a_frozen_mtp_layer_is_on_disk_only_and_is_read_fr
     mixed = draft_checkpoints.write(tmp_path / "mixed", draft_checkpoints.mtp_config(), policy | layer)
     fresh = await start(garage, Pair(mixed, {}, spec))
     assert await state(live, "w1") == await state(fresh, "w1")
+
+
+@pytest.mark.parametrize("drafter", ["trained", "frozen"])
+async def test_a_drafter_with_a_checkpoint_is_whole_after_a_dummy_start_and_the_first_refit(
+    garage: Garage, tmp_path: Path, drafter: str
+) -> None:
+    pair, new = eagle3(tmp_path, 0), eagle3(tmp_path, 1, 1 if drafter == "trained" else 0)
+    live, fresh = await start(garage, pair, drafter=drafter, load_format="dummy"), await start(garage, new)
+    assert live.booted.weight_version is None
+    await live.refit(new.tensors if drafter == "trained" else checkpoints.tensors("llama", 1))
+    assert await state(live, "w1") == await state(fresh, "w1")
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+async def test_after_a_sleep_that_discards_weights_a_frozen_drafter_is_read_again(
+    garage: Garage, tmp_path: Path, kind: str
+) -> None:
+    """Nothing is discarded on the CPU: what shows is that its files are read before the engine runs again."""
+    pair = KINDS[kind](tmp_path, 0)
+    live, fresh = await start(garage, pair, drafter="frozen"), await start(garage, pair)
+    wanted = await state(fresh, "w0")
+    folder = Path(pair.speculative.get("model", pair.target))
+    away = anyio.Path(folder)
+    for level in (1, 2):
+        await live.backend.suspend("recompute")
+        await live.backend.sleep(level)
+        await away.rename(tmp_path / "away")
+        with pytest.raises(CheckpointUnreadable) if level == 2 else contextlib.nullcontext():
+            await live.backend.wake(kv_cache=False)
+        await anyio.Path(tmp_path / "away").rename(folder)
+        await live.backend.wake(kv_cache=False)
+        await live.backend.wake(kv_cache=True)
+        assert await state(live, f"w{level}") == wanted
 
 
 async def test_a_drafter_without_one_of_its_tensors_is_torn_with_its_target_and_the_next_refit_mends_both(
