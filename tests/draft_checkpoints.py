@@ -127,6 +127,26 @@ def mtp_config() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def mimo_tensors(seed: int) -> dict[str, Tensor]:
+    """Return a dense model's weights, with a drafter's behind its layers under another name."""
+    layer = "model.mtp_layers.0"
+    bias = {f"{layer}.self_attn.{part}_proj.bias": (rows * HEAD_DIM,) for part, rows in
+            (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))}  # fmt: skip
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm", "post_attention_layernorm")
+    behind = {
+        f"{layer}.input_proj.weight": (HIDDEN, 2 * HIDDEN),
+        **{f"{layer}.{norm}.weight": (HIDDEN,) for norm in norms},
+        **_attention(layer, HIDDEN),
+        **bias,
+        **_mlp(f"{layer}.mlp"),
+    }
+    return checkpoints.tensors("qwen2", seed) | _content(behind, 300 + seed)
+
+
+def mimo_config() -> dict[str, Any]:
+    return {**checkpoints.config("qwen2"), "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+
+
 def write_mtp(folder: Path, seed: int, *, shards: int = 1) -> Path:
     """Write a checkpoint with an MTP layer."""
     return write(folder, mtp_config(), mtp_tensors(seed), shards)

@@ -45,10 +45,11 @@ def drafted() -> str:
     from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
     gc.unfreeze()  # vLLM hides what it has made from the collector
-    (proposer,) = (thing for thing in gc.get_objects() if isinstance(thing, SpecDecodeBaseProposer))
+    proposers = [thing for thing in gc.get_objects() if isinstance(thing, SpecDecodeBaseProposer)]
+    model: Any = proposers[0].model
     found = []
     with torch.inference_mode():
-        for name, layer in proposer.model.named_modules(remove_duplicate=False):
+        for name, layer in model.named_modules(remove_duplicate=False):
             chance = torch.Generator().manual_seed(0)
             if isinstance(layer, VocabParallelEmbedding):
                 inputs = torch.randn(3, layer.embedding_dim, generator=chance)
@@ -57,10 +58,10 @@ def drafted() -> str:
             else:
                 continue
             if type(layer) is VocabParallelEmbedding:
-                found.append((name, layer.weight.flatten().tolist()))
+                found.append((name, layer.weight.flatten().tolist()))  # type: ignore[operator]
             else:
-                made: Any = layer.quant_method
-                found.append((name, made.apply(layer, inputs).flatten().tolist()))
+                applied = layer.quant_method.apply(layer, inputs)
+                found.append((name, applied.flatten().tolist()))
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
 

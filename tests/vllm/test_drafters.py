@@ -31,10 +31,14 @@ def _preloaded(preloaded: None) -> None:
     import vllm.model_executor.models.glm4_moe
     import vllm.model_executor.models.glm4_moe_mtp
     import vllm.model_executor.models.llama_eagle3
+    import vllm.model_executor.models.mimo
+    import vllm.model_executor.models.mimo_mtp
     from vllm import ModelRegistry
 
     models = vllm.model_executor.models
     ModelRegistry.register_model("Glm4MoeForCausalLM", models.glm4_moe.Glm4MoeForCausalLM)
+    ModelRegistry.register_model("MiMoForCausalLM", models.mimo.MiMoForCausalLM)
+    ModelRegistry.register_model("MiMoMTPModel", models.mimo_mtp.MiMoMTP)
     ModelRegistry.register_model("Glm4MoeMTPModel", models.glm4_moe_mtp.Glm4MoeMTP)
     ModelRegistry.register_model("Eagle3LlamaForCausalLM", models.llama_eagle3.Eagle3LlamaForCausalLM)
 
@@ -81,7 +85,13 @@ def mtp(folder: Path, seed: int) -> Pair:
     )
 
 
-KINDS: dict[str, Callable[[Path, int], Pair]] = {"eagle3": eagle3, "twin": twin, "mtp": mtp}
+def mimo(folder: Path, seed: int) -> Pair:
+    tensors = draft_checkpoints.mimo_tensors(seed)
+    target = draft_checkpoints.write(folder / f"mimo-{seed}", draft_checkpoints.mimo_config(), tensors)
+    return Pair(target, tensors, {"method": "mtp", "num_speculative_tokens": 1})
+
+
+KINDS: dict[str, Callable[[Path, int], Pair]] = {"eagle3": eagle3, "twin": twin, "mtp": mtp, "mimo": mimo}
 
 
 async def start(garage: Garage, pair: Pair, *, drafter: str | None = "trained", **more: Any) -> Replica:
