@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DRAFT_VOCAB = 256
+LATENT, ROPE = 512, 64  # the only ones that the CPU's kernel knows
 MTP_LAYER = f"model.layers.{LAYERS}."
 
 
@@ -88,19 +89,29 @@ def eagle3_config() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def mtp_tensors(seed: int) -> dict[str, Tensor]:
-    """Return a mixture of experts' weights, the last layer of which is its MTP drafter's."""
+def _mla(layer: str) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{layer}.self_attn.q_proj.weight": (HEADS * (HEAD_DIM + ROPE), HIDDEN),
+        f"{layer}.self_attn.kv_a_proj_with_mqa.weight": (LATENT + ROPE, HIDDEN),
+        f"{layer}.self_attn.kv_a_layernorm.weight": (LATENT,),
+        f"{layer}.self_attn.kv_b_proj.weight": (2 * HEADS * HEAD_DIM, LATENT),
+        f"{layer}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+    }
+
+
+def mtp_tensors(seed: int, *, latent: bool = False, behind: int = 1) -> dict[str, Tensor]:
+    """Return a mixture of experts' weights, the last layers of which are its MTP drafter's. `latent`: DeepSeek's."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
-    for n in range(LAYERS + 1):
+    for n in range(LAYERS + behind):
         layer = f"model.layers.{n}"
-        if n == LAYERS:
+        if n >= LAYERS:
             shapes |= {
                 f"{layer}.enorm.weight": (HIDDEN,),
                 f"{layer}.hnorm.weight": (HIDDEN,),
                 f"{layer}.eh_proj.weight": (HIDDEN, 2 * HIDDEN),
                 f"{layer}.shared_head.norm.weight": (HIDDEN,),
             }
-        shapes |= _attention(layer, HIDDEN)
+        shapes |= _mla(layer) if latent else _attention(layer, HIDDEN)
         shapes[f"{layer}.input_layernorm.weight"] = shapes[f"{layer}.post_attention_layernorm.weight"] = (HIDDEN,)
         if n == 0:
             shapes |= _mlp(f"{layer}.mlp")
@@ -118,12 +129,20 @@ def mtp_tensors(seed: int) -> dict[str, Tensor]:
     return made
 
 
-def mtp_config() -> dict[str, Any]:
+def mtp_config(*, latent: bool = False, behind: int = 1) -> dict[str, Any]:
+    own: dict[str, Any] = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"}
+    if latent:
+        own = {
+            "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": HEADS,
+            "q_lora_rank": None, "kv_lora_rank": LATENT, "qk_nope_head_dim": HEAD_DIM, "qk_rope_head_dim": ROPE,
+            "v_head_dim": HEAD_DIM, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
+        }  # fmt: skip
+    common = {name: value for name, value in checkpoints.config("llama").items() if not latent or name != "head_dim"}
     return {
-        **checkpoints.config("llama"), "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe",
+        **common, **own,
         "first_k_dense_replace": 1, "n_routed_experts": EXPERTS, "n_shared_experts": 1, "num_experts_per_tok": 2,
         "moe_intermediate_size": INNER, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0, "use_qk_norm": False, "num_nextn_predict_layers": 1,
+        "routed_scaling_factor": 1.0, "use_qk_norm": False, "num_nextn_predict_layers": behind,
     }  # fmt: skip
 
 

@@ -28,6 +28,8 @@ LONG = 60
 
 @pytest.fixture(scope="module", autouse=True)
 def _preloaded(preloaded: None) -> None:
+    import vllm.model_executor.models.deepseek_mtp
+    import vllm.model_executor.models.deepseek_v2
     import vllm.model_executor.models.glm4_moe
     import vllm.model_executor.models.glm4_moe_mtp
     import vllm.model_executor.models.llama_eagle3
@@ -37,6 +39,8 @@ def _preloaded(preloaded: None) -> None:
 
     models = vllm.model_executor.models
     ModelRegistry.register_model("Glm4MoeForCausalLM", models.glm4_moe.Glm4MoeForCausalLM)
+    ModelRegistry.register_model("DeepseekV3ForCausalLM", models.deepseek_v2.DeepseekV3ForCausalLM)
+    ModelRegistry.register_model("DeepSeekMTPModel", models.deepseek_mtp.DeepSeekMTP)
     ModelRegistry.register_model("MiMoForCausalLM", models.mimo.MiMoForCausalLM)
     ModelRegistry.register_model("MiMoMTPModel", models.mimo_mtp.MiMoMTP)
     ModelRegistry.register_model("Glm4MoeMTPModel", models.glm4_moe_mtp.Glm4MoeMTP)
@@ -91,6 +95,14 @@ def mimo(folder: Path, seed: int) -> Pair:
     return Pair(target, tensors, {"method": "mtp", "num_speculative_tokens": 1})
 
 
+def deepseek(folder: Path, seed: int) -> Pair:
+    """A drafter of two layers, both of which vLLM wants to see whenever it loads any."""
+    tensors = draft_checkpoints.mtp_tensors(seed, latent=True, behind=2)
+    config = draft_checkpoints.mtp_config(latent=True, behind=2)
+    target = draft_checkpoints.write(folder / f"deepseek-{seed}", config, tensors)
+    return Pair(target, tensors, {"method": "mtp", "num_speculative_tokens": 2})
+
+
 KINDS: dict[str, Callable[[Path, int], Pair]] = {"eagle3": eagle3, "twin": twin, "mtp": mtp, "mimo": mimo}
 
 
@@ -138,6 +150,15 @@ async def test_a_pair_is_what_a_fresh_engine_has_after_each_refit_and_back(
         assert await state(live, f"new {n}") == new
         await live.refit_in_place(zero.tensors, groups, seed=10 + n)
         assert await state(live, f"old {n}") == old
+
+
+async def test_a_drafter_of_which_vllm_wants_all_layers_at_once_takes_them_in_parts(
+    garage: Garage, tmp_path: Path
+) -> None:
+    zero, one = deepseek(tmp_path, 0), deepseek(tmp_path, 1)
+    live, fresh = await start(garage, zero), await start(garage, one)
+    await live.refit_in_place(one.tensors, 80)
+    assert await state(live, "w1") == await state(fresh, "w1")
 
 
 async def test_b41_a_drafter_that_is_its_target_is_accepted_wholly_before_and_after_a_refit(
