@@ -126,12 +126,14 @@ class Actions:
                             job.bubble = first - job.last_output
             finally:
                 self._conclude(job)
+        await replica.drafting.began(commit.weight_version)
 
     async def _suspend(self) -> Event:
         replica, job, limits = self._replica, self._job, self._limits
         name, policy = replica.name, job.options.policy
         await bounded(replica.gate.drained(), limits.control, replica=name, phase="suspend", peer="admission")
         await self._clear_way(policy, limits)
+        job.acceptance = await replica.drafting.ended()
         self._paused = True
         pause = asyncio.create_task(replica.backend.suspend(policy))
         try:

@@ -26,6 +26,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, NoReturn, TypeVar
 
+from pitstop.engine.counters import Counters
 from pitstop.engine.errors import PeerLost, PitstopError, RemoteError, ReplicaDied
 from pitstop.engine.ports import Backend, Booted, Leg, Ring, Sending, Transport
 from pitstop.engine.refit import Policy, RefitReport
@@ -240,6 +241,10 @@ class FaultyBackend(_Peer):
     async def output_after(self, moment: float) -> float:
         """See `Backend.output_after`."""
         return await self._or_death(self.backend.output_after(moment))
+
+    async def counters(self) -> Counters:
+        """See `Backend.counters`."""
+        return await self._play("counters", self.backend.counters)
 
 
 class FaultyLeg:

@@ -14,6 +14,7 @@ import anyio
 import anyio.to_thread
 
 from pitstop.engine.coordinator import Again, Coordinator, Delivery, Make
+from pitstop.engine.counters import Counters
 from pitstop.engine.errors import (
     DeadlineExceeded,
     EngineClosed,
@@ -385,6 +386,11 @@ class Fleet:
         """
         self._must_be_open()
         return await self._upkeep.fingerprints()
+
+    async def counters(self) -> dict[str, Counters]:
+        """Return what each living replica has counted. Empty without vLLM's statistics (`disable_log_stats=False`)."""
+        self._must_be_open()
+        return await self._upkeep.counters()
 
     async def recover(
         self,

@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from pitstop.engine.counters import Acceptance
 from pitstop.engine.errors import DeadlineExceeded, PitstopError, RemoteError
 from pitstop.engine.handle import Milestone
 from pitstop.engine.ledger import Place
@@ -68,6 +69,7 @@ class Job:
     error: PitstopError | None = None
     committed: bool = False
     ways: Ways | None = None
+    acceptance: Acceptance | None = None
     ended_at: float = 0.0
     _entered: tuple[str, float] | None = None
 
@@ -90,7 +92,8 @@ class Job:
         """Hand the report to whoever waits. Idempotent."""
         if not self.done.done():
             report = ReplicaReport(
-                self.replica, self.committed, dict(self.seconds), self.live, self.bubble, self.error, self.ways
+                self.replica, self.committed, dict(self.seconds), self.live, self.bubble, self.error, self.ways,
+                self.acceptance,
             )  # fmt: skip
             self.done.set_result(report)
 

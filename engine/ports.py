@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pitstop.engine.counters import Counters
 from pitstop.engine.errors import PitstopError
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.refit import Policy, RefitReport
@@ -110,6 +111,9 @@ class Backend(Protocol):
 
     async def output_after(self, moment: float) -> float:
         """Wait for the first tokens seen after `moment` (`time.monotonic`); return when that was."""
+
+    async def counters(self) -> Counters:
+        """Return what the engine has counted since it was started; empty where it does not count."""
 
 
 class Renderer(Protocol):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any, Final, Literal
 
+from pitstop.engine.counters import Acceptance
 from pitstop.engine.errors import (
     DtypeMismatch,
     MissingTensors,
@@ -21,7 +22,7 @@ from pitstop.engine.errors import (
     names,
     near,
 )
-from pitstop.engine.naming import Names, Part, plain
+from pitstop.engine.naming import Names, Part, common, plain
 from pitstop.engine.worker_ports import MODES, Inventory, Manifest, Mode, Offer, Routed, TensorSpec, Trailer, Ways
 
 Policy = Literal["keep", "recompute", "wait", "abort"]
@@ -92,8 +93,9 @@ def route(offer: Offer, inventory: Inventory) -> Manifest:
     """Match every offered tensor with the inventory.
 
     Rules: names are matched as `naming` does; one tensor of fused experts stands for many; of two tied tensors either
-    may be left out; shapes must agree, but for padding of a vocabulary if `offer.vocabulary == "trim"`; dtypes must
-    agree unless `offer.cast == "inventory"` and both are floating-point.
+    may be left out; what the checkpoint stores for a drafter that refits do not bring stays behind; shapes must agree,
+    but for padding of a vocabulary if `offer.vocabulary == "trim"`; dtypes must agree unless
+    `offer.cast == "inventory"` and both are floating-point.
 
     Raises:
         UnexpectedTensors, RepeatedTensors, MissingTensors, ShapeMismatch, DtypeMismatch: named, with near matches.
@@ -105,13 +107,16 @@ def route(offer: Offer, inventory: Inventory) -> Manifest:
     model = Names(known)
     found = model.resolve(offer.tensors)
     rows = [row for i, match in enumerate(found) for row in _rows(i, match)]
-    _all_expected(offer, model, found, rows, known, wanted)
+    _all_expected(offer, model, found, rows, known, wanted, inventory)
     _each_once(offer, rows)
     at = {row.spec.name: n for n, row in enumerate(rows)}
     absent = [n for n in wanted if n not in at and not _twin_sent(n, inventory, at)]
     if absent:
+        ours = not set(absent) <= set(inventory.drafter)
+        remedy = "" if ours else "; they are its drafter's: if it is not trained, launch with drafter='frozen'"
         raise MissingTensors(
-            f"{len(absent)} tensors of the model are missing from the offer: {names(absent)}", tensor=min(absent)
+            f"{len(absent)} tensors of the model are missing from the offer: {names(absent)}{remedy}",
+            tensor=min(absent),
         )
     rows = [_trimmed(row, offer, inventory) for row in rows]
     _same_shape(offer, rows, inventory)
@@ -135,8 +140,14 @@ def _all_expected(
     rows: list[Routed],
     known: Mapping[str, TensorSpec],
     wanted: Mapping[str, TensorSpec],
+    inventory: Inventory,
 ) -> None:
-    strange = [spec.name for spec, match in zip(offer.tensors, found, strict=True) if match is None]
+    unused = {common(name) for name in inventory.unused}
+    strange = [
+        spec.name
+        for spec, match in zip(offer.tensors, found, strict=True)
+        if match is None and common(spec.name) not in unused
+    ]
     if not strange:
         return
     taken = {row.spec.name for row in rows}
@@ -145,9 +156,14 @@ def _all_expected(
     also = f" Not offered: {names(missing)}." if missing else ""
     remedy = model.fused(strange) or hint({n: near(plain(n), free) for n in strange[:64]})
     raise UnexpectedTensors(
-        f"{len(strange)} offered tensors are not of this model: {names(strange)}.{also}{remedy}",
+        f"{len(strange)} offered tensors are not of this model: {names(strange)}.{also}{remedy}{_frozen(strange)}",
         tensor=min(strange),
     )
+
+
+def _frozen(strange: Sequence[str]) -> str:
+    drafts = any(plain(name).startswith("draft.") for name in strange)
+    return " A drafter with a checkpoint of its own is refitted if launched with drafter='trained'." if drafts else ""
 
 
 def _each_once(offer: Offer, rows: list[Routed]) -> None:
@@ -241,7 +257,7 @@ class ReplicaReport:
     What is received in place has no stage.
     The bubble is the wall time from the last token before the suspend to the first after the resume; None when
     no request was in flight throughout. `ways` says how its tensors got into the live parameters; None where that is
-    not known.
+    not known. `acceptance` is how drafts fared under the version that was replaced; None without drafts.
     """
 
     replica: str
@@ -251,6 +267,7 @@ class ReplicaReport:
     bubble: float | None = None
     error: PitstopError | None = None
     ways: Ways | None = None
+    acceptance: Acceptance | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pitstop.engine.actions import Actions
+from pitstop.engine.drafting import Drafting
 from pitstop.engine.errors import DeadlineExceeded, EngineClosed, IllegalEvent, PitstopError, RemoteError, ReplicaDied
 from pitstop.engine.flight import Flight
 from pitstop.engine.gate import Gate
@@ -67,6 +68,7 @@ class Replica:
         self.backend = backend
         self.ledger = ledger
         self.observer = observer
+        self.drafting = Drafting(name, backend, observer)
         self.gate = Gate()
         self.flights: dict[str, Flight] = {}
         self.booted: Booted | None = None
@@ -313,6 +315,7 @@ class Replica:
             await asyncio.sleep(min(1.0, self.silence / 4))
             if self._phase is not Phase.SERVING or not self.load:
                 continue
+            await self.drafting.look()
             quiet = time.monotonic() - max(self.backend.output_at(), self._since)
             if quiet < self.silence / 2:
                 continue

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from pitstop.engine.counters import Counters, Series, flatten
 from pitstop.engine.errors import PitstopError, RemoteError, ReplicaDied
 from pitstop.engine.ports import Booted
 from pitstop.engine.refit import Policy
@@ -102,7 +103,10 @@ class SimulatedLeg:
 
 
 class SimulatedBackend:
-    """Implements `Backend`. `tensors` names the model's parameters; a version is whole when all carry it."""
+    """Implements `Backend`. `tensors` names the model's parameters; a version is whole when all carry it.
+
+    `drafter` says which share of a drafter's tokens a version accepts; it drafts one a step, for each request.
+    """
 
     def __init__(
         self,
@@ -113,6 +117,7 @@ class SimulatedBackend:
         world_size: int = 1,
         delays: Delays | None = None,
         script: Script | None = None,
+        drafter: Callable[[int], float] | None = None,
     ) -> None:
         self.specs = tuple(TensorSpec(name, "float32", (4,)) for name in tensors)
         self.script = script or Script()
@@ -121,6 +126,9 @@ class SimulatedBackend:
         self.legs: dict[str, SimulatedLeg] = {}
         self.steps = 0
         self.aborts = 0
+        self.tokens = 0
+        self.accepted = 0.0
+        self.drafter = drafter
         self.paused = False
         self.death: PitstopError | None = None
         self.transport: SimulatedTransport | None = None
@@ -144,6 +152,7 @@ class SimulatedBackend:
         self._name, self._incarnation = replica, incarnation
         self.death, self._dead, self.paused = None, asyncio.Event(), False
         self.legs, self._staged, self._touched = {}, {}, set()
+        self.tokens, self.accepted = 0, 0.0
         self._none_live.set()
         await self._call("start", self.delays.boot)
         version = self._boots_with if incarnation == 1 else None
@@ -261,6 +270,22 @@ class SimulatedBackend:
             await future
         return self._output_at
 
+    async def counters(self) -> Counters:
+        """See `Backend.counters`."""
+        await self._call("counters")
+        series = [
+            Series("vllm:generation_tokens", self.tokens),
+            Series("vllm:num_requests_running", len(self.legs), gauge=True),
+        ]
+        if self.drafter is not None:
+            series += [
+                Series("vllm:spec_decode_num_drafts", self.tokens),
+                Series("vllm:spec_decode_num_draft_tokens", self.tokens),
+                Series("vllm:spec_decode_num_accepted_tokens", self.accepted),
+                Series("vllm:spec_decode_num_accepted_tokens_per_pos", self.accepted, {"position": "0"}),
+            ]
+        return flatten(series, self._incarnation)
+
     def die(self) -> None:
         """Die now, as by SIGKILL."""
         if self.death is None:
@@ -336,6 +361,9 @@ class SimulatedBackend:
         for leg in list(self.legs.values()):
             prompt = leg.request.prompt_token_ids
             leg.step(TORN if version is None else token_for(version, prompt, leg.made))
+            self.tokens += 1
+            if self.drafter is not None and version is not None:
+                self.accepted += self.drafter(version)
         self._output_at = time.monotonic()
         outputs, self._outputs = self._outputs, []
         for future in outputs:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Literal
 
+from pitstop.engine.counters import Counters
 from pitstop.engine.errors import PitstopError, UnsupportedPolicy, from_record
 from pitstop.engine.job import bounded
 from pitstop.engine.lifecycle import Phase
@@ -13,6 +14,7 @@ from pitstop.engine.refit import Deadlines
 from pitstop.engine.replica import Replica
 from pitstop.engine.worker_ports import WorkerOp
 
+_NOT_ALIVE = frozenset({Phase.STARTING, Phase.DEAD, Phase.STOPPED})
 _NOT_ASLEEP = frozenset({Phase.SLEEPING, Phase.DEAD, Phase.QUARANTINED})
 
 
@@ -46,6 +48,12 @@ class Upkeep:
         await _all(r.caught_up() for r in self._replicas)
         dead = [r for r in self._replicas if r.phase is Phase.DEAD and replica in (None, r.name)]
         return await _all(r.restart() for r in dead)
+
+    async def counters(self) -> dict[str, Counters]:
+        """See `Fleet.counters`."""
+        limit = Deadlines().control
+        living = [r for r in self._replicas if r.phase not in _NOT_ALIVE]
+        return {r.name: await bounded(r.backend.counters(), limit, replica=r.name, phase="count") for r in living}
 
     async def fingerprints(self) -> dict[str, dict[str, str]]:
         """See `Fleet.fingerprints`."""

@@ -49,12 +49,15 @@ class Inventory:
 
     `tied` maps the name of a tensor that shares another's storage to that other's name. Either of the two
     may be left out of an offer, or both may come with equal content. `vocabulary` names the tensors that have a row
-    for each token.
+    for each token. `drafter` names those among `tensors` that are a trained drafter's. `unused` names what the
+    checkpoint stores for a drafter that refits do not bring: it may be offered, and stays behind.
     """
 
     tensors: tuple[TensorSpec, ...]
     tied: dict[str, str] = field(default_factory=dict)
     vocabulary: tuple[str, ...] = ()
+    drafter: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +211,9 @@ class Bucket:
     tensors: Sequence[tuple[TensorSpec, Tensor]]
 
 
-WorkerVerb = Literal["describe", "learn", "receive", "apply", "finalize", "undo", "release", "fingerprint", "ways"]
+WorkerVerb = Literal[
+    "describe", "learn", "receive", "apply", "finalize", "undo", "release", "fingerprint", "ways", "drafter"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +225,7 @@ class WorkerOp:
     `refit_id` into the live parameters, or checks that it is there whole if it was received in place; `finalize` does
     the post-load work; `undo` ends receiving and makes a model that was left half loaded runnable (never clean);
     `release` drops what landed. `fingerprint` returns a number for each tensor of the live model, `ways` how each
-    tensor of the next version will be loaded.
+    tensor of the next version will be loaded. `drafter` loads a drafter that refits do not bring from its checkpoint.
     """
 
     verb: WorkerVerb

@@ -207,6 +207,8 @@ STATUS: Final = "rl.replica.status"
 TRANSITIONS: Final = "rl.replica.transitions"
 ILLEGAL_EVENTS: Final = "rl.replica.illegal_events"
 RECOVERIES: Final = "rl.replica.recoveries"
+DRAFTER_ACCEPTANCE: Final = "rl.drafter.acceptance"
+DRAFTER_DROPS: Final = "rl.drafter.drops"
 REQUESTS: Final = "rl.requests"
 REQUESTS_ACTIVE: Final = "rl.requests.active"
 STALENESS: Final = "rl.staleness"
@@ -237,6 +239,11 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType({
             RECOVERIES, "counter", "{recovery}",
             "Automatic recoveries of lost replicas: recovered, failed (and tried again), given_up", (RECOVERY,),
         ),
+        Metric(
+            DRAFTER_ACCEPTANCE, "histogram", "1", "Accepted of all draft tokens, by version and replica",
+            (), tuple(n / 10 for n in range(1, 10)),
+        ),
+        Metric(DRAFTER_DROPS, "counter", "{drop}", "Versions under which a drafter was accepted far less than at best"),
         Metric(REQUESTS, "counter", "{request}", "Requests that ended", (FINISH, ERROR_TYPE)),
         Metric(REQUESTS_ACTIVE, "updown", "{request}", "Requests that have begun and not ended"),
         Metric(

@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("engine", "transports", "telemetry")
 PACKAGES = tuple(f"pitstop.{folder}" for folder in FOLDERS)
 
-RECORDS = ("errors", "lifecycle", "staging", "ledger", "request", "worker_ports", "naming", "refit", "staleness")
+RECORDS = (
+    "errors", "counters", "lifecycle", "staging", "ledger", "request", "worker_ports", "naming", "refit", "staleness",
+)  # fmt: skip
 PURE = (*RECORDS, "ports")
 DRIVERS = (
     "fleet",
@@ -30,6 +32,7 @@ DRIVERS = (
     "stream",
     "flight",
     "gate",
+    "drafting",
     "handle",
     "prompts",
     "rundir",

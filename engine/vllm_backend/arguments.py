@@ -26,11 +26,11 @@ class EngineArgumentRejected(LocalError, ValueError):
 
 
 def engine_arguments(
-    model: str, given: Mapping[str, Any], known: Collection[str], tied: Mapping[str, str]
+    model: str, given: Mapping[str, Any], known: Collection[str], carried: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the keyword arguments of `AsyncEngineArgs`.
 
-    `tied` goes to the workers: a head that is sent in its embedding's place has to be loaded under its name.
+    `carried` goes to the workers.
 
     Raises:
         EngineArgumentRejected: an argument is unknown (with near matches), or contradicts `OURS`.
@@ -41,10 +41,11 @@ def engine_arguments(
             argument=min(unknown),
         )
     _none_of_ours(model, given)
-    traced = given.get("otlp_traces_endpoint") is not None
-    # vLLM makes its own spans from the statistics, and a second engine would take the first one's Prometheus series.
-    defaults = {"disable_log_stats": not traced}
-    extra = {**(given.get("additional_config") or {}), "pitstop": Carried(tied=dict(tied))}
+    # Statistics take some percent of the frontend's time. vLLM makes its own spans from them, and only they tell how a
+    # drafter does.
+    counted = any(given.get(name) is not None for name in ("otlp_traces_endpoint", "speculative_config"))
+    defaults = {"disable_log_stats": not counted}
+    extra = {**(given.get("additional_config") or {}), "pitstop": Carried(carried)}
     return {**defaults, **given, **OURS, "model": model, "additional_config": extra}
 
 

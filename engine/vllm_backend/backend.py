@@ -10,11 +10,13 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 
+from pitstop.engine.counters import Counters, flatten
 from pitstop.engine.errors import EngineClosed, PitstopError, WorkerFailed, from_record
 from pitstop.engine.ports import Booted
 from pitstop.engine.refit import Policy
 from pitstop.engine.request import Request
 from pitstop.engine.vllm_backend.boot import Abandoned, Boot, Settings, Started, StartMethod, start_engine
+from pitstop.engine.vllm_backend.draft_inventory import Choice, Draft
 from pitstop.engine.vllm_backend.incarnation import Incarnation
 from pitstop.engine.vllm_backend.leg import VllmLeg
 from pitstop.engine.worker_ports import Inventory, WorkerLayout, WorkerOp, WorkerReply
@@ -33,6 +35,8 @@ class VllmBackend:
         weight_version: the version that the checkpoint holds.
         start_method: "spawn", or "fork" in tests.
         stat_loggers: vLLM stat logger factories.
+        drafter: "trained": refits bring its tensors. "frozen": it keeps those of its checkpoint. By default a drafter
+            that is a part of the target's checkpoint (MTP) is trained, and one with its own (Eagle3) is not.
     """
 
     def __init__(
@@ -44,15 +48,18 @@ class VllmBackend:
         start_method: StartMethod = "spawn",
         stat_loggers: Sequence[Any] = (),
         receivers: Sequence[str] = (),
+        drafter: Choice | None = None,
     ) -> None:
         self._settings = Settings(
-            str(model), dict(engine_args or {}), start_method, tuple(stat_loggers), tuple(receivers)
+            str(model), dict(engine_args or {}), start_method, tuple(stat_loggers), tuple(receivers), drafter
         )
         self._weight_version = weight_version
         self._boot: Boot[Started] | None = None
         self._life: Incarnation | None = None
         self._replica, self._incarnation = "", 0
         self._asleep: set[str] = set()
+        self._draft: Draft | None = None
+        self._emptied = False
 
     async def start(self, replica: str, incarnation: int) -> Booted:
         """Boot an engine in a thread.
@@ -63,6 +70,7 @@ class VllmBackend:
         """
         self._replica, self._incarnation = replica, incarnation
         self._asleep = set()
+        self._emptied = False
         settings = self._settings
         boot = self._boot = Boot(lambda boot: start_engine(settings, boot), _discard)
         try:
@@ -94,6 +102,9 @@ class VllmBackend:
         # Fetched by vLLM at the first request otherwise, by a call that never ends if the engine dies under it.
         await life.call("list its tasks", started.llm.get_supported_tasks())
         layout = await self._describe()
+        self._draft = started.draft
+        if not started.proven and started.draft is not None and not started.draft.own:
+            await self._fill_drafter()
         await self._learn(started.inventory)
         config = started.llm.model_config
         # A restart loads the same old checkpoint: what the fleet has moved on to is not proven by it.
@@ -125,6 +136,13 @@ class VllmBackend:
             for reply in replies
             if reply.layout is not None
         )
+
+    async def _fill_drafter(self) -> None:
+        """Have a frozen drafter's weights loaded: no refit brings them."""
+        if self._draft is not None and not self._draft.trained:
+            for reply in await self.call_workers(WorkerOp("drafter")):
+                if reply.error is not None:
+                    raise from_record(reply.error)
 
     def _alive(self) -> Incarnation:
         if self._life is None:
@@ -186,6 +204,7 @@ class VllmBackend:
         await life.call("sleep", life.llm.sleep(level, mode="keep"))
         if level >= 1:
             self._asleep = {_WEIGHTS, _KV_CACHE}
+            self._emptied = level >= 2
 
     async def wake(self, *, kv_cache: bool) -> None:
         """Take memory again. vLLM resumes by itself once all of it is there."""
@@ -197,6 +216,9 @@ class VllmBackend:
             self._asleep -= set(tags)
         elif kv_cache:
             await life.call("resume", life.llm.resume_generation())
+        if self._emptied and _WEIGHTS not in self._asleep:
+            await self._fill_drafter()
+            self._emptied = False
 
     async def died(self) -> PitstopError:
         """Return when the engine has died."""
@@ -221,6 +243,11 @@ class VllmBackend:
     async def output_after(self, moment: float) -> float:
         """Wait for the first tokens seen after `moment`."""
         return await self._alive().output_after(moment)
+
+    async def counters(self) -> Counters:
+        """Return what vLLM has counted in this incarnation, if its statistics are on."""
+        statistics = self._alive().statistics
+        return Counters() if statistics is None else flatten(statistics.series(), self._incarnation)
 
     async def drained(self) -> None:
         """Return when no leg is live in the engine."""

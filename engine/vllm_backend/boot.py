@@ -6,12 +6,14 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from pitstop.engine.errors import CheckpointUnreadable
 from pitstop.engine.vllm_backend.arguments import engine_arguments
+from pitstop.engine.vllm_backend.counters import Statistics
+from pitstop.engine.vllm_backend.draft_inventory import Choice, Draft, draft_of, layers_of, with_drafter
 from pitstop.engine.vllm_backend.inventory import from_headers
 from pitstop.engine.vllm_backend.meta_model import from_meta_model
 from pitstop.engine.vllm_backend.processes import children_of_thread, descendants, hold, kill, segments
@@ -39,6 +41,7 @@ class Settings:
     start_method: StartMethod = "spawn"
     stat_loggers: Sequence[Any] = ()
     receivers: tuple[str, ...] = ()
+    drafter: Choice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,8 @@ class Started:
     """An engine that is up, and what its checkpoint is made of.
 
     `proven`: the weights came from that checkpoint. `pids`: its processes, the core first. `shared`: the shared memory
-    between them, which nobody unlinks when they are killed.
+    between them, which nobody unlinks when they are killed. `statistics` is None if it keeps none, `draft` if it has
+    no drafter with weights.
     """
 
     llm: Any
@@ -54,6 +58,8 @@ class Started:
     proven: bool
     pids: tuple[int, ...]
     shared: frozenset[str]
+    statistics: Statistics | None = None
+    draft: Draft | None = None
 
 
 class Abandoned(Exception):
@@ -126,48 +132,75 @@ def start_engine(settings: Settings, boot: Boot[Started]) -> Started:
     local = Path(settings.model) if Path(settings.model).is_dir() else None
     dummy = settings.engine_args.get("load_format") == "dummy"
     # Before anything is started: a checkpoint that cannot be read is found in milliseconds.
-    inventory = None if local is None else _inventory(local, settings, dummy=dummy)
+    draft = draft_of(settings.model, settings.engine_args, settings.drafter)
+    inventory = None
+    if local is not None:
+        draft = _located(draft, local, settings)
+        inventory = _inventory(local, settings, draft, dummy=dummy)
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     boot.check()
     known = [item.name for item in fields(AsyncEngineArgs)]
-    tied = {} if inventory is None else inventory.tied
-    arguments = engine_arguments(settings.model, settings.engine_args, known, tied)
+    carried: dict[str, Any] = {"receivers": list(settings.receivers)}
+    arguments = engine_arguments(settings.model, settings.engine_args, known, carried)
     if inventory is None:
-        inventory = _inventory(_download(settings, dummy=dummy), settings, dummy=dummy)
-        arguments["additional_config"]["pitstop"]["tied"] = dict(inventory.tied)
-    arguments["additional_config"]["pitstop"]["receivers"] = list(settings.receivers)
+        local = _download(settings.model, settings, dummy=dummy)
+        draft = _located(draft, local, settings)
+        inventory = _inventory(local, settings, draft, dummy=dummy)
+    ours = arguments["additional_config"]["pitstop"]
+    ours["tied"] = dict(inventory.tied)
+    if draft is not None:
+        ours["drafter"] = asdict(draft)
+        if dummy and draft.own:
+            # What it has of its own, and what it shares with the target, vLLM learns from its checkpoint.
+            asked = arguments["speculative_config"]
+            arguments["speculative_config"] = {"draft_load_config": {"load_format": "auto"}, **asked}
     boot.check()
-    llm = _construct(arguments, settings, boot)
+    counts = settings.stat_loggers or not arguments["disable_log_stats"]
+    statistics = Statistics() if counts else None
+    llm = _construct(arguments, settings, boot, statistics)
     core: int = llm.engine_core.resources.engine_manager.processes[0].pid
     pids = (core, *descendants(core))
-    return Started(llm, inventory, not dummy, pids, frozenset(segments(pids)))
+    return Started(llm, inventory, not dummy, pids, frozenset(segments(pids)), statistics, draft)
 
 
-def _inventory(folder: Path, settings: Settings, *, dummy: bool) -> Inventory:
-    if not dummy:
-        return from_headers(folder)
-    return from_meta_model(folder, trust_remote_code=bool(settings.engine_args.get("trust_remote_code")))
+def _inventory(folder: Path, settings: Settings, draft: Draft | None, *, dummy: bool) -> Inventory:
+    if dummy:
+        found = from_meta_model(folder, trust_remote_code=bool(settings.engine_args.get("trust_remote_code")))
+    else:
+        found = from_headers(folder)
+    return with_drafter(found, folder, draft)
 
 
-def _download(settings: Settings, *, dummy: bool) -> Path:
+def _located(draft: Draft | None, target: Path, settings: Settings) -> Draft | None:
+    """Say in which folder a drafter's tensors are, and behind which layer of the target."""
+    if draft is None or (draft.own and Path(draft.folder).is_dir()):
+        return draft
+    if not draft.own:
+        return replace(draft, folder=str(target), layers=layers_of(target))
+    return replace(draft, folder=str(_download(draft.folder, settings, dummy=False)))
+
+
+def _download(model: str, settings: Settings, *, dummy: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.model", "*.txt"] if dummy else ["*.json", "*.model", "*.txt", "*.safetensors"]
     try:
         return Path(
             snapshot_download(
-                settings.model,
-                revision=settings.engine_args.get("revision"),
+                model,
+                revision=settings.engine_args.get("revision") if model == settings.model else None,
                 cache_dir=settings.engine_args.get("download_dir"),
                 allow_patterns=wanted,
             )
         )
     except Exception as error:
-        raise CheckpointUnreadable(f"{settings.model} is no folder and cannot be downloaded: {error}") from error
+        raise CheckpointUnreadable(f"{model} is no folder and cannot be downloaded: {error}") from error
 
 
-def _construct(arguments: dict[str, Any], settings: Settings, boot: Boot[Started]) -> Any:
+def _construct(
+    arguments: dict[str, Any], settings: Settings, boot: Boot[Started], statistics: Statistics | None
+) -> Any:
     """Make the `AsyncLLM`.
 
     "spawn" is how vLLM starts engines. "fork" takes 0.5 s instead of 12 s, since the core inherits what this process
@@ -177,7 +210,7 @@ def _construct(arguments: dict[str, Any], settings: Settings, boot: Boot[Started
 
     os.environ[FRONTEND] = str(os.getpid())
     if settings.start_method == "spawn":
-        return _make(AsyncEngineArgs(**arguments), settings, boot)
+        return _make(AsyncEngineArgs(**arguments), settings, boot, statistics)
     if arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1) == 1:
         # As a class path: vLLM's CPU platform replaces the executor's short name by the one with worker processes.
         arguments.setdefault("distributed_executor_backend", IN_CORE)
@@ -187,14 +220,16 @@ def _construct(arguments: dict[str, Any], settings: Settings, boot: Boot[Started
     with _one_at_a_time:
         before = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
         try:
-            return _make(AsyncEngineArgs(**arguments), settings, boot, fork=True)
+            return _make(AsyncEngineArgs(**arguments), settings, boot, statistics, fork=True)
         finally:
             os.environ.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
             if before is not None:
                 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = before
 
 
-def _make(asked: Any, settings: Settings, boot: Boot[Started], *, fork: bool = False) -> Any:
+def _make(
+    asked: Any, settings: Settings, boot: Boot[Started], statistics: Statistics | None, *, fork: bool = False
+) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor import Executor
 
@@ -204,10 +239,11 @@ def _make(asked: Any, settings: Settings, boot: Boot[Started], *, fork: bool = F
         # Only now: the CPU platform sets it to "spawn" while it makes the configuration.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     boot.check()
+    ours = [] if statistics is None else [statistics.logger]
     return AsyncLLM(
         vllm_config=config,
         executor_class=Executor.get_class(config),
         log_stats=not asked.disable_log_stats,
         log_requests=False,
-        stat_loggers=list(settings.stat_loggers) or None,
+        stat_loggers=[*ours, *settings.stat_loggers] or None,
     )

@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+    from pitstop.engine.vllm_backend.drafter import DraftModel
+
 _CHUNK = 1 << 24  # elements of eight bytes: bounds the memory that indices and products take
 _ODD = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed integer
 
 
-def fingerprint(model: Module) -> dict[str, str]:
+def fingerprint(model: Module | DraftModel) -> dict[str, str]:
     """Return a 64-bit number for each parameter and buffer, computed where it lies."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: f"{_number(tensor) & (2**64 - 1):016x}" for name, tensor in named}

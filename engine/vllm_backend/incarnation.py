@@ -71,6 +71,7 @@ class Incarnation:
         self.death: asyncio.Future[PitstopError] = self._loop.create_future()
         self.pid = started.pids[0]
         self._shared = started.shared
+        self.statistics = started.statistics
         self._pidfds = {pid: pidfd for pid in started.pids if (pidfd := hold(pid)) is not None}
         self._stamp_outputs()
         self._watch_for_the_end()

@@ -29,7 +29,9 @@ _LEFTOVERS: Final = re.compile(
 _HEAD: Final = "lm_head.weight"
 _HEADS: Final = re.compile(r"(^|\.)(lm_head|embed_out)\.(weight|bias)$")
 _EMBEDDING: Final = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight$")
-_LAYER: Final = re.compile(r"(^|\.)layers\.(\d+)\.")
+_INNER: Final = r"^(?:model\.|language_model\.(?:model\.)?|model\.language_model\.)?"
+_LAYER: Final = re.compile(_INNER + r"layers\.(\d+)\.")
+_MTP: Final = re.compile(_INNER + r"mtp(?:_\w+)?\.")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -69,12 +71,15 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _unloaded(name: str, layers: object) -> bool:
-    if _LEFTOVERS.search(name) or name.startswith("mtp."):
+    return _LEFTOVERS.search(name) is not None or is_draft_layer(name, layers)
+
+
+def is_draft_layer(name: str, layers: object) -> bool:
+    """Say whether a checkpoint's tensor belongs to a drafter, not to the model, behind whose `layers` it is stored."""
+    if _MTP.search(name):
         return True
-    # Draft layers are stored behind the model's own; they belong to a drafter, not to the model.
     layer = _LAYER.search(name)
-    draft_name = name.startswith(("model.layers.", "layers."))
-    return isinstance(layers, int) and layer is not None and draft_name and int(layer[2]) >= layers
+    return isinstance(layers, int) and layer is not None and int(layer[1]) >= layers
 
 
 def _tied(stored: list[str], config: Mapping[str, Any]) -> dict[str, str]:

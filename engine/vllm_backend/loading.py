@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
-from pitstop.engine.vllm_backend.planned import PROVES, Knowledge, Live, Planned, Proving
+from pitstop.engine.vllm_backend.drafter import Router, Together, asked_for, draft_config, draft_model, fill
+from pitstop.engine.vllm_backend.fingerprint import fingerprint
+from pitstop.engine.vllm_backend.planned import COPIED, PROVES, Knowledge, Live, Planned, Proving
 from pitstop.engine.vllm_backend.reload import Reload
 
 if TYPE_CHECKING:
@@ -55,21 +58,27 @@ class Loading(Protocol):
 _known: WeakKeyDictionary[Module, tuple[Knowledge, Live]] = WeakKeyDictionary()
 
 
-def knowledge_of(model: Module) -> tuple[Knowledge, Live]:
-    """Return what this process knows of a model's loader."""
-    if model not in _known:
-        _known[model] = Knowledge(), Live(model)
-    return _known[model]
+def knowledge_of(model: Any) -> tuple[Knowledge, Live]:
+    """Return what this process knows of the loader of a model (or of a `DraftModel`, which is made for each use)."""
+    key = getattr(model, "whole", model)
+    if key not in _known:
+        _known[key] = Knowledge(), Live(model)
+    return _known[key]
 
 
 def loading(worker: Any) -> Loading:
     """Return what loads a version into the models of this rank. `worker` is vLLM's."""
     whole = worker.vllm_config.parallel_config.pipeline_parallel_size == 1
-    return loading_of(worker.get_model(), worker.vllm_config, worker.device, whole=whole)
+    target = _one(worker.get_model(), worker.vllm_config, worker.device, whole=whole)
+    draft = asked_for(worker)
+    if draft is None or not draft.trained:
+        return target
+    model = draft_model(worker)
+    drafter = None if model is None else _one(model, draft_config(worker), worker.device, whole=True)
+    return Together(target, drafter, Router(draft, model))
 
 
-def loading_of(model: Module, config: Any, device: Any, *, whole: bool) -> Loading:
-    """Return what loads a version into one model: its plan, if it has a proven one. `config` is vLLM's."""
+def _one(model: Any, config: Any, device: Any, *, whole: bool) -> Loading:
     knowledge, live = knowledge_of(model)
     plan = knowledge.plan
     if plan is None:
@@ -78,3 +87,63 @@ def loading_of(model: Module, config: Any, device: Any, *, whole: bool) -> Loadi
         return Proving(knowledge, Reload(model, config, device, whole, why=PROVES), live)
     layers = tuple(layer for name, layer in model.named_modules() if name in plan.opened)
     return Planned(plan, Reload(model, config, device, whole, layers) if layers else None, live, device)
+
+
+def learn(worker: Any, specs: Sequence[TensorSpec]) -> None:
+    """Watch the loaders of this rank's models. Nothing may run them meanwhile; that there is no plan is no error."""
+    cpu = worker.device.type == "cpu"
+    for model, config, mine in _models(worker, specs):
+        with set_current_config(config):
+            knowledge_of(model)[0].learn(model, list(mine.values()), cpu=cpu)
+
+
+def ways(worker: Any, specs: Sequence[TensorSpec]) -> dict[str, str]:
+    """Say of each tensor how it will be loaded: "copied", or why not. What goes into two models has the worse way."""
+    found: dict[str, str] = {}
+    for model, _, mine in _models(worker, specs):
+        knowledge, _ = knowledge_of(model)
+        for name, spec in mine.items():
+            if found.get(name, COPIED) == COPIED:
+                found[name] = knowledge.way_of(spec.name)
+    return found
+
+
+def _models(worker: Any, specs: Sequence[TensorSpec]) -> Iterator[tuple[Any, Any, dict[str, TensorSpec]]]:
+    """Yield each model, its configuration, and what it gets: under its own names, by those of the offer."""
+    draft, model = asked_for(worker), draft_model(worker)
+    router = None if draft is None or not draft.trained else Router(draft, model)
+    for one, config, name_of in (
+        (worker.get_model(), worker.vllm_config, router.target if router else str),
+        (model, draft_config(worker) if router else None, router.drafter if router else None),
+    ):
+        if one is not None and name_of is not None:
+            named = {spec.name: (name_of(spec.name), spec) for spec in specs}
+            yield one, config, {n: replace(spec, name=own) for n, (own, spec) in named.items() if own is not None}
+
+
+def set_current_config(config: Any) -> Any:
+    """Return vLLM's context in which its loaders find their configuration."""
+    from vllm.config import set_current_vllm_config
+
+    return set_current_vllm_config(config)
+
+
+def fill_drafter(worker: Any) -> None:
+    """Load this rank's frozen drafter from its checkpoint.
+
+    Raises:
+        CheckpointUnreadable: the checkpoint does not hold it.
+    """
+    draft = asked_for(worker)
+    model: Any = draft_model(worker)
+    if draft is not None and model is not None:
+        # Not by a plan: this is no version, and proves none.
+        fill(Reload(model, draft_config(worker), worker.device, whole=True), Router(draft, model))
+
+
+def fingerprints(worker: Any) -> dict[str, str]:
+    """Say what the live models of this rank hold. A drafter's names begin with `draft.`; what it shares is left out."""
+    found = fingerprint(worker.get_model())
+    if (model := draft_model(worker)) is not None:
+        found |= {f"draft.{name}": value for name, value in fingerprint(model).items()}
+    return found

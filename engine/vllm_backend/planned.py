@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     Tensors = Sequence[tuple[TensorSpec, Tensor]]
 
+COPIED: Final = "copied"
 PROVES: Final = "the first version after a start proves the load plan"
 
 _log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Knowledge:
         """Say how the next version's tensor of this name will be loaded: `copied`, or why not."""
         if self.plan is None or not self.proven:
             return self.why or PROVES
-        return self.plan.reloaded.get(name, "copied")
+        return self.plan.reloaded.get(name, COPIED)
 
 
 class Live:

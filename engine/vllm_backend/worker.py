@@ -17,8 +17,7 @@ from typing import Any
 import msgspec
 
 from pitstop.engine.errors import ErrorRecord, LocalError, PitstopError, ProtocolViolation, WorkerFailed
-from pitstop.engine.vllm_backend.fingerprint import fingerprint
-from pitstop.engine.vllm_backend.loading import knowledge_of, loading
+from pitstop.engine.vllm_backend.loading import fill_drafter, fingerprints, learn, loading, ways
 from pitstop.engine.vllm_backend.sink import LoadingSink
 from pitstop.engine.vllm_backend.watch import start_watch
 from pitstop.engine.worker_ports import Receiver, Ticket, WorkerLayout, WorkerOp, WorkerReply
@@ -117,16 +116,12 @@ class WorkerSide:
 
     def learn(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Watch the model's loader. That there is no plan then is no error: versions are loaded without."""
-        knowledge, _ = knowledge_of(self._worker.get_model())
-        cpu = self._worker.device.type == "cpu"
-        with set_config(self._worker.vllm_config):
-            knowledge.learn(self._worker.get_model(), op.tensors, cpu=cpu)
+        learn(self._worker, op.tensors)
         return reply
 
     def ways(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Say how the next version's tensors will be loaded."""
-        knowledge, _ = knowledge_of(self._worker.get_model())
-        return replace(reply, way_of={spec.name: knowledge.way_of(spec.name) for spec in op.tensors})
+        return replace(reply, way_of=ways(self._worker, op.tensors))
 
     def receive(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Start the receiver of this rank's ticket."""
@@ -164,20 +159,19 @@ class WorkerSide:
 
     def fingerprint(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Say what the live model holds."""
-        return replace(reply, fingerprint=fingerprint(self._worker.get_model()))
+        return replace(reply, fingerprint=fingerprints(self._worker))
+
+    def drafter(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
+        """Load a frozen drafter from its checkpoint: its memory holds nothing yet, or nothing any more."""
+        with self._busy:
+            fill_drafter(self._worker)
+        return reply
 
     def release(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Drop what landed. Idempotent."""
         if (landing := self._landings.pop(op.refit_id, None)) is not None:
             landing.release()
         return reply
-
-
-def set_config(config: Any) -> Any:
-    """Return vLLM's context in which its loaders find their configuration."""
-    from vllm.config import set_current_vllm_config
-
-    return set_current_vllm_config(config)
 
 
 def _warm(receivers: list[str], device: str) -> None:

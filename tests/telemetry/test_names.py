@@ -44,6 +44,8 @@ def everything(told: Tee) -> None:
     told.counted(names.STALENESS, 1, {"at": "admission"})
     told.counted(names.ILLEGAL_EVENTS, 1, {"state": "serving", "event": "Resumed"})
     told.counted(names.RECOVERIES, 1, {"recovery": "recovered"})
+    told.counted(names.DRAFTER_ACCEPTANCE, 0.5)
+    told.counted(names.DRAFTER_DROPS, 1)
     told.counted("rl.unheard.of", 1)
 
 

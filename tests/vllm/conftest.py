@@ -87,10 +87,11 @@ class Garage:
         *,
         model: Path | None = None,
         stat_loggers: Sequence[Any] = (),
+        drafter: Any = None,
         **engine_args: Any,
     ) -> Replica:
         """Start an engine from a checkpoint of a family."""
-        backend = self.backend(family, seed, model=model, stat_loggers=stat_loggers, **engine_args)
+        backend = self.backend(family, seed, model=model, stat_loggers=stat_loggers, drafter=drafter, **engine_args)
         replica = Replica(backend, self._folder / f"replica-{len(self._replicas)}", self._receiver)
         self._replicas.append(replica)
         await replica.start()
@@ -103,6 +104,7 @@ class Garage:
         *,
         model: Path | None = None,
         stat_loggers: Sequence[Any] = (),
+        drafter: Any = None,
         **engine_args: Any,
     ) -> VllmBackend:
         """Describe an engine for somebody else to start."""
@@ -115,6 +117,7 @@ class Garage:
             engine_args=engine_args,
             start_method="fork",
             stat_loggers=stat_loggers,
+            drafter=drafter,
         )
 
     async def close(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from pitstop.engine.errors import DeadlineExceeded, MissingTensors, ProtocolViolation
 from pitstop.engine.vllm_backend.sink import LoadingSink
-from pitstop.engine.worker_ports import Bucket, Placed, TensorSpec, Ticket
+from pitstop.engine.worker_ports import Bucket, Placed, TensorSpec, Ticket, Ways
 
 A, B, HEAD = (TensorSpec(name, "float32", (1,)) for name in ("a", "b", "head"))
 
@@ -39,6 +39,9 @@ class Slow:
     def forget(self) -> None:
         self._do("forget")
 
+    def ways(self) -> Ways:
+        return Ways()
+
     def begin(self) -> None:
         self._do("begin")
 
@@ -58,7 +61,7 @@ class Slow:
 def sink(reload: Slow, busy: threading.Lock, *specs: TensorSpec, in_place: bool = True) -> LoadingSink:
     placed = tuple(Placed(spec, 0) for spec in specs)
     ticket = Ticket("r", "replica-0", 1, 0, "", "", 0, placed, "", "", 1.0, 0.05, in_place=in_place)
-    return LoadingSink(ticket, reload, {"head": "a"}, busy)  # type: ignore[arg-type]
+    return LoadingSink(ticket, reload, {"head": "a"}, busy)
 
 
 def bucket(*specs: TensorSpec) -> Bucket:
