@@ -6,12 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Literal
 
-from pitstop.engine.errors import PitstopError, UnsupportedPolicy, from_record
-from pitstop.engine.job import bounded
+from pitstop.engine.errors import PitstopError, UnsupportedPolicy
 from pitstop.engine.lifecycle import Phase
-from pitstop.engine.refit import Deadlines
+from pitstop.engine.prints import Prints
 from pitstop.engine.replica import Replica
-from pitstop.engine.worker_ports import WorkerOp
 
 _NOT_ASLEEP = frozenset({Phase.SLEEPING, Phase.DEAD, Phase.QUARANTINED})
 
@@ -21,6 +19,7 @@ class Upkeep:
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
+        self.prints = Prints(replicas)
 
     async def sleep(self, level: int, policy: Literal["recompute", "wait", "abort"]) -> None:
         """See `Fleet.sleep`."""
@@ -49,21 +48,14 @@ class Upkeep:
 
     async def fingerprints(self) -> dict[str, dict[str, str]]:
         """See `Fleet.fingerprints`."""
-        limit = Deadlines().finalize
-        out = {}
-        for replica in self._replicas:
-            if replica.phase is Phase.SERVING:
-                call = replica.backend.call_workers(WorkerOp("fingerprint"))
-                replies = await bounded(call, limit, replica=replica.name, phase="fingerprint")
-                for reply in replies:
-                    if reply.error is not None:
-                        raise from_record(reply.error)
-                out[replica.name] = {
-                    f"{reply.rank}:{name}": value
-                    for reply in replies
-                    for name, value in (reply.fingerprint or {}).items()
-                }
-        return out
+        served = [(r, r.commit) for r in self._replicas if r.phase is Phase.SERVING]
+        read = [(r.name, await self.prints.read(r, commit)) for r, commit in served if commit is not None]
+        return {
+            name: {
+                f"{rank}:{tensor}": value for rank, found in reading.tensors.items() for tensor, value in found.items()
+            }
+            for name, reading in read
+        }
 
 
 async def _all(calls: Iterable[Awaitable[None]]) -> list[PitstopError]:

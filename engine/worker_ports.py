@@ -199,7 +199,7 @@ class Bucket:
     tensors: Sequence[tuple[TensorSpec, Tensor]]
 
 
-WorkerVerb = Literal["describe", "receive", "apply", "finalize", "undo", "release", "fingerprint"]
+WorkerVerb = Literal["describe", "receive", "apply", "finalize", "undo", "release", "fingerprint", "interrupt"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +209,29 @@ class WorkerOp:
     `receive` starts a receiver thread for the rank's ticket and returns at once. `apply` puts what landed for
     `refit_id` into the live parameters, or checks that it is there whole if it was received in place; `finalize` does
     the post-load work; `undo` ends receiving and makes a model that was left half loaded runnable (never clean);
-    `release` drops what landed. `fingerprint` returns a number for each tensor of the live model.
+    `release` drops what landed.
+
+    `fingerprint` returns a number for each tensor of the live model. Under a name (`refit_id`, any) it is taken beside
+    the engine's steps: the first order of that name begins, and later ones have the answer once there is one, or
+    `ReadingCutShort` if a refit or a sleep has come in between. `interrupt` ends it: nothing is read when it returns.
     """
 
     verb: WorkerVerb
     refit_id: str = ""
     tickets: tuple[Ticket, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """How much of one rank's model a fingerprint is about.
+
+    `nbytes` were read. `blind` names parameters that are not what the engine computes with: it has packed a copy away.
+    `left_out` names tensors that change while the engine serves, with the reason.
+    """
+
+    nbytes: int = 0
+    blind: tuple[str, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +244,7 @@ class WorkerReply:
     layout: WorkerLayout | None = None
     error: ErrorRecord | None = None
     fingerprint: dict[str, str] | None = None
+    seen: Seen | None = None
 
 
 class WeightSink(Protocol):

@@ -14,12 +14,14 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("engine", "transports", "telemetry")
 PACKAGES = tuple(f"pitstop.{folder}" for folder in FOLDERS)
 
-RECORDS = ("errors", "lifecycle", "staging", "ledger", "request", "worker_ports", "refit", "staleness")
+RECORDS = ("errors", "lifecycle", "staging", "ledger", "request", "worker_ports", "refit", "staleness", "drift")
 PURE = (*RECORDS, "ports")
 DRIVERS = (
     "fleet",
     "recovery",
+    "owned",
     "upkeep",
+    "prints",
     "coordinator",
     "run",
     "part",

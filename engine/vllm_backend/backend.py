@@ -176,6 +176,10 @@ class VllmBackend:
     async def sleep(self, level: int) -> None:
         """Give memory back. The engine is suspended, and what it holds stays held."""
         life = self._alive()
+        # What reads the weights in a thread would find no memory under them.
+        for reply in await self.call_workers(WorkerOp("interrupt")):
+            if reply.error is not None:
+                raise from_record(reply.error)
         await life.call("sleep", life.llm.sleep(level, mode="keep"))
         if level >= 1:
             self._asleep = {_WEIGHTS, _KV_CACHE}

@@ -17,13 +17,16 @@ from typing import Any
 import msgspec
 
 from pitstop.engine.errors import ErrorRecord, LocalError, PitstopError, ProtocolViolation, WorkerFailed
-from pitstop.engine.vllm_backend.fingerprint import fingerprint
+from pitstop.engine.vllm_backend.fingerprint import Reading, fingerprint, readable
 from pitstop.engine.vllm_backend.loading import loading
 from pitstop.engine.vllm_backend.sink import LoadingSink
 from pitstop.engine.vllm_backend.watch import start_watch
 from pitstop.engine.worker_ports import Receiver, Ticket, WorkerLayout, WorkerOp, WorkerReply
 
 _log = logging.getLogger(__name__)
+
+_CHUNK_SECONDS = 5.0
+"""How long the reading of one chunk may take. It is milliseconds."""
 
 # A process that was forked has unpacked nothing; see `Carried`.
 if multiprocessing.parent_process() is not None:
@@ -89,6 +92,7 @@ class WorkerSide:
         self._worker = worker
         self._landings: dict[str, Landing] = {}
         self._busy = threading.Lock()
+        self._reading: Reading | None = None
         extra = worker.vllm_config.additional_config
         ours = extra.get("pitstop", {}) if isinstance(extra, dict) else {}
         self._tied: dict[str, str] = ours.get("tied", {})
@@ -122,6 +126,7 @@ class WorkerSide:
             raise ProtocolViolation(f"{len(mine)} tickets for rank {self._worker.rank}, not one")
         if op.refit_id in self._landings:
             raise ProtocolViolation(f"refit {op.refit_id} is already being received")
+        self._cut_short()
         sink = LoadingSink(mine[0], loading(self._worker), self._tied, self._busy)
         self._landings[op.refit_id] = Landing(mine[0], sink)
         return reply
@@ -134,6 +139,7 @@ class WorkerSide:
 
     def apply(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Put what landed into the live parameters."""
+        self._cut_short()
         self._landing(op).sink.apply()
         return reply
 
@@ -148,9 +154,28 @@ class WorkerSide:
             landing.undo()
         return reply
 
-    def fingerprint(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
-        """Say what the live model holds."""
-        return replace(reply, fingerprint=fingerprint(self._worker.get_model()))
+    def fingerprint(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
+        """Say what the live model holds: now, or as soon as it has been read beside the engine's steps."""
+        model = self._worker.get_model()
+        if not op.refit_id:
+            return replace(reply, fingerprint=fingerprint(model), seen=readable(model)[1])
+        if self._reading is None or self._reading.name != op.refit_id:
+            self._cut_short()
+            balanced = bool(getattr(self._worker.vllm_config.parallel_config, "enable_eplb", False))
+            self._reading = Reading(op.refit_id, model, self._worker.device, balanced=balanced)
+            return reply
+        return self._reading.answer(reply)
+
+    def interrupt(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
+        """Read nothing any more."""
+        self._cut_short()
+        if self._reading is not None:
+            self._reading.ended(_CHUNK_SECONDS)
+        return reply
+
+    def _cut_short(self) -> None:
+        if self._reading is not None:
+            self._reading.interrupt()
 
     def release(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Drop what landed. Idempotent."""
