@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -14,8 +15,8 @@ from pitstop.engine.ledger import Commit, Ledger
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.recovery import Recovery
 from pitstop.engine.refit import Outcome
-from pitstop.engine.request import SamplingParams
-from pitstop.engine.simulated import TORN, Delays, SimulatedBackend
+from pitstop.engine.request import Request, SamplingParams
+from pitstop.engine.simulated import TORN, Delays, SimulatedBackend, SimulatedLeg
 from pitstop.engine.worker_ports import WorkerOp, WorkerReply
 from tests.engine.sim import SimFleet, fleet, until
 
@@ -29,10 +30,17 @@ class _Slow(SimulatedBackend):
         super().__init__()
         self.asked: list[str] = []
         self.slow = self.cut = False
+        self.free = asyncio.Event()
+        self.free.set()
+
+    async def submit(self, request: Request) -> SimulatedLeg:
+        await self.free.wait()
+        return await super().submit(request)
 
     async def call_workers(self, op: WorkerOp) -> Sequence[WorkerReply]:
         if op.verb == "fingerprint":
             self.asked.append(op.refit_id)
+            await self.free.wait()
             if self.cut:
                 return [WorkerReply(0, error=ReadingCutShort("a refit came").record())]
             if self.slow:
@@ -124,11 +132,59 @@ async def test_what_a_refit_did_not_let_be_read_is_unknown_and_is_read_when_the_
     async with SimFleet([backend]) as engine:
         report = await engine.verify()
         assert report.unknown[0].why == "not remembered: a refit began before it could be read"
-        backend.cut = False
+        backend.cut, cut = False, list(backend.asked)
         backend.script.plan("receive", "raise")
         with pytest.raises(RemoteError, match="scripted: receive"):
             await engine.refit_to(1)
+        await until(lambda: len(backend.asked) > len(cut))
         assert (await engine.verify()).replicas["replica-0"].state == "same"
+
+
+async def test_a_refit_that_passes_while_weights_are_compared_is_not_taken_for_drift() -> None:
+    backend = _Slow()
+    async with SimFleet([backend]) as engine:
+        await engine.verify()
+        backend.free.clear()
+        asked = len(backend.asked)
+        verifying = asyncio.create_task(engine.verify())
+        await until(lambda: len(backend.asked) > asked)
+        await engine.refit_to(1)
+        backend.free.set()
+        check = (await verifying).replicas["replica-0"]
+        assert (check.state, check.why) == ("unknown", "replica-0 has been out of service while its weights were read")
+
+
+async def test_requests_end_at_once_when_weights_drifted_though_another_is_still_on_its_way_in() -> None:
+    async with fleet(1, delays=Delays(step=0.001)) as engine:
+        await engine.verify()
+        live = asyncio.create_task(engine.generate([1], SamplingParams(max_tokens=4000)))
+        await until(lambda: engine.sims[0].steps > 3)
+        engine.sims[0].live["a"] = 9
+        with engine.replicas[0].gate.lease():
+            verifying = asyncio.create_task(engine.verify(raise_on_drift=False))
+            with pytest.raises(WeightsDrifted):
+                await live
+            assert not verifying.done()
+        assert (await verifying).drifted
+
+
+async def test_a_request_that_was_on_its_way_in_when_weights_drifted_ends_with_the_error_too() -> None:
+    backend = _Slow()
+    async with SimFleet([backend]) as engine:
+        check = (await engine.verify()).replicas["replica-0"]
+        backend.free.clear()
+        late = asyncio.create_task(engine.generate([1], FIVE))
+        await until(lambda: engine.replicas[0].gate.leases)
+        commit = engine.replicas[0].commit
+        assert commit is not None
+        drifted = replace(check, state="drifted", drifted=(Drifted(0, "a"),)).error()
+        parking = asyncio.create_task(engine.replicas[0].drifted(drifted, commit))
+        await until(lambda: engine.phase() is Phase.QUARANTINED)
+        backend.free.set()
+        with pytest.raises(WeightsDrifted):
+            await late
+        await parking
+        assert backend.steps == 0
 
 
 async def test_a_reading_that_fails_is_said_and_harms_nobody() -> None:
