@@ -271,11 +271,11 @@ class Actions:
         replica.ledger.revoke(replica.name)
         self._was_idle = False
         self._fail_flights(replica.drift)
-        # Who was on the way in gets an answer too, and then nothing can make a token any more.
-        await bounded(replica.gate.drained(), limits.control, replica=replica.name, phase="park", peer="admission")
-        self._fail_flights(replica.drift)
         self._paused = True
         await bounded(replica.backend.suspend("abort"), limits.suspend, replica=replica.name, phase="park")
+        # Who was on the way in finds an engine that makes nothing any more.
+        await bounded(replica.gate.drained(), limits.control, replica=replica.name, phase="park", peer="admission")
+        self._fail_flights(replica.drift)
 
     async def _rest(self) -> None:
         self._was_idle = self._replica.phase is Phase.IDLE
