@@ -66,6 +66,20 @@ class Owned:
         self._must_be_open()
         return await self._upkeep.prints.verify(raise_on_drift=raise_on_drift)
 
+    async def start_profile(self) -> None:
+        """Have the profiler of every serving replica record; the backend's own, as its arguments say.
+
+        Raises:
+            UnsupportedPolicy: the engines were launched without one.
+        """
+        self._must_be_open()
+        await self._upkeep.profile(begins=True)
+
+    async def stop_profile(self) -> None:
+        """Have it write what it has recorded."""
+        self._must_be_open()
+        await self._upkeep.profile(begins=False)
+
     async def restart(self, replica: str | None = None) -> None:
         """Boot dead replicas anew, one by name or all. They have proven nothing and serve after their next refit."""
         self._must_be_open()

@@ -6,10 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Literal
 
-from pitstop.engine.errors import PitstopError, UnsupportedPolicy
+from pitstop.engine.errors import PitstopError, UnsupportedPolicy, from_record
+from pitstop.engine.job import bounded
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.prints import Prints
+from pitstop.engine.refit import Deadlines
 from pitstop.engine.replica import Replica
+from pitstop.engine.worker_ports import WorkerOp
 
 _NOT_ASLEEP = frozenset({Phase.SLEEPING, Phase.DEAD, Phase.QUARANTINED})
 
@@ -45,6 +48,18 @@ class Upkeep:
         await _all(r.caught_up() for r in self._replicas)
         dead = [r for r in self._replicas if r.phase is Phase.DEAD and replica in (None, r.name)]
         return await _all(r.restart() for r in dead)
+
+    async def profile(self, *, begins: bool) -> None:
+        """See `Fleet.start_profile` and `stop_profile`."""
+        op = WorkerOp("start_profile" if begins else "stop_profile")
+        _raise_first(await _all(self._told(r, op) for r in self._replicas if r.phase is Phase.SERVING))
+
+    @staticmethod
+    async def _told(replica: Replica, op: WorkerOp) -> None:
+        call = replica.backend.call_workers(op)
+        for reply in await bounded(call, Deadlines().finalize, replica=replica.name, phase="profile"):
+            if reply.error is not None:
+                raise from_record(reply.error)
 
     async def fingerprints(self) -> dict[str, dict[str, str]]:
         """See `Fleet.fingerprints`."""

@@ -115,7 +115,7 @@ class WorkerLayout:
     """Where one worker rank lives and what it can receive into.
 
     `device` is torch's name of it; `device_id` names a GPU to other processes, as `cuda:<uuid>`. `spare_nbytes` of
-    its memory were free when the rank was asked.
+    its memory were free when the rank was asked. `numa_node` is the GPU's, where it is known; `host` is the machine.
     """
 
     replica: str
@@ -126,6 +126,8 @@ class WorkerLayout:
     device: str
     device_id: str = ""
     spare_nbytes: int = 0
+    numa_node: int | None = None
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,10 @@ class Bucket:
     tensors: Sequence[tuple[TensorSpec, Tensor]]
 
 
-WorkerVerb = Literal["describe", "receive", "apply", "finalize", "undo", "release", "fingerprint", "interrupt"]
+WorkerVerb = Literal[
+    "describe", "receive", "apply", "finalize", "undo", "release", "fingerprint", "interrupt",
+    "start_profile", "stop_profile",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +219,7 @@ class WorkerOp:
     `fingerprint` returns a number for each tensor of the live model. Under a name (`refit_id`, any) it is taken beside
     the engine's steps: the first order of that name begins, and later ones have the answer once there is one, or
     `ReadingCutShort` if a refit or a sleep has come in between. `interrupt` ends it: nothing is read when it returns.
+    `start_profile` and `stop_profile` are the engine's own profiler's.
     """
 
     verb: WorkerVerb

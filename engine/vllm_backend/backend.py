@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -15,11 +17,15 @@ from pitstop.engine.ports import Booted
 from pitstop.engine.refit import Policy
 from pitstop.engine.request import Request
 from pitstop.engine.vllm_backend.boot import Abandoned, Boot, Settings, Started, StartMethod, start_engine
+from pitstop.engine.vllm_backend.config import Seat, bound
+from pitstop.engine.vllm_backend.host import bind, numa_cpus
 from pitstop.engine.vllm_backend.incarnation import Incarnation
 from pitstop.engine.vllm_backend.leg import VllmLeg
 from pitstop.engine.worker_ports import WorkerLayout, WorkerOp, WorkerReply
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 _WEIGHTS, _KV_CACHE = "weights", "kv_cache"
 
@@ -33,6 +39,7 @@ class VllmBackend:
         weight_version: the version that the checkpoint holds.
         start_method: "spawn", or "fork" in tests.
         stat_loggers: vLLM stat logger factories.
+        seat: which replica of how many this is, for GPUs and caches; by default the only one.
     """
 
     def __init__(
@@ -44,9 +51,10 @@ class VllmBackend:
         start_method: StartMethod = "spawn",
         stat_loggers: Sequence[Any] = (),
         receivers: Sequence[str] = (),
+        seat: Seat | None = None,
     ) -> None:
         self._settings = Settings(
-            str(model), dict(engine_args or {}), start_method, tuple(stat_loggers), tuple(receivers)
+            str(model), dict(engine_args or {}), start_method, tuple(stat_loggers), tuple(receivers), seat or Seat()
         )
         self._weight_version = weight_version
         self._boot: Boot[Started] | None = None
@@ -94,6 +102,7 @@ class VllmBackend:
         # Fetched by vLLM at the first request otherwise, by a call that never ends if the engine dies under it.
         await life.call("list its tasks", started.llm.get_supported_tasks())
         layout = await self._describe()
+        await asyncio.to_thread(self._near, layout, started.pids)
         config = started.llm.model_config
         # A restart loads the same old checkpoint: what the fleet has moved on to is not proven by it.
         proven = started.proven and self._incarnation <= 1
@@ -107,6 +116,14 @@ class VllmBackend:
             config.get_vocab_size(),
             life.pid,
         )
+
+    def _near(self, layout: Sequence[WorkerLayout], pids: Sequence[int]) -> None:
+        """Have the replica's processes run on CPUs near its GPUs."""
+        nodes = {rank.pid: rank.numa_node for rank in layout}
+        args = self._settings.engine_args
+        binding = bound(nodes, pids, numa_cpus(), frozenset(os.sched_getaffinity(0)), args)
+        reached = bind(binding)
+        _log.debug("%s: %s", self._replica, f"bound {reached}" if reached else f"bound to no CPUs: {binding.why_not}")
 
     async def _describe(self) -> tuple[WorkerLayout, ...]:
         replies = await self.call_workers(WorkerOp("describe"))
@@ -226,6 +243,7 @@ class VllmBackend:
 
 def _discard(started: Started) -> None:
     started.llm.shutdown(timeout=0)
+    started.band.close()
 
 
 async def _through(work: Awaitable[T]) -> T:

@@ -12,6 +12,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pitstop.engine.errors import CheckpointUnreadable
 from pitstop.engine.vllm_backend.arguments import engine_arguments
+from pitstop.engine.vllm_backend.config import Seat, defaults, environment
+from pitstop.engine.vllm_backend.host import Band, changed, look
 from pitstop.engine.vllm_backend.inventory import from_headers
 from pitstop.engine.vllm_backend.meta_model import from_meta_model
 from pitstop.engine.vllm_backend.processes import children_of_thread, descendants, hold, kill, segments
@@ -39,6 +41,7 @@ class Settings:
     start_method: StartMethod = "spawn"
     stat_loggers: Sequence[Any] = ()
     receivers: tuple[str, ...] = ()
+    seat: Seat = field(default_factory=Seat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class Started:
     """An engine that is up, and what its checkpoint is made of.
 
     `proven`: the weights came from that checkpoint. `pids`: its processes, the core first. `shared`: the shared memory
-    between them, which nobody unlinks when they are killed.
+    between them, which nobody unlinks when they are killed. `band`: the ports it may use, held as long as it lives.
     """
 
     llm: Any
@@ -54,6 +57,7 @@ class Started:
     proven: bool
     pids: tuple[int, ...]
     shared: frozenset[str]
+    band: Band
 
 
 class Abandoned(Exception):
@@ -132,16 +136,26 @@ def start_engine(settings: Settings, boot: Boot[Started]) -> Started:
     boot.check()
     known = [item.name for item in fields(AsyncEngineArgs)]
     tied = {} if inventory is None else inventory.tied
-    arguments = engine_arguments(settings.model, settings.engine_args, known, tied)
+    arguments = engine_arguments(settings.model, defaults(settings.engine_args), known, tied)
     if inventory is None:
         inventory = _inventory(_download(settings, dummy=dummy), settings, dummy=dummy)
         arguments["additional_config"]["pitstop"]["tied"] = dict(inventory.tied)
     arguments["additional_config"]["pitstop"]["receivers"] = list(settings.receivers)
     boot.check()
-    llm = _construct(arguments, settings, boot)
+    with _one_at_a_time:
+        # Another engine of this process may have put its own environment in place for a fork.
+        host = look()
+    band = Band(host)
+    try:
+        ours = environment(settings.seat, arguments, host, band.first)
+        arguments["additional_config"]["pitstop"]["environment"] = ours
+        llm = _construct(arguments, settings, boot, ours)
+    except BaseException:
+        band.close()
+        raise
     core: int = llm.engine_core.resources.engine_manager.processes[0].pid
     pids = (core, *descendants(core))
-    return Started(llm, inventory, not dummy, pids, frozenset(segments(pids)))
+    return Started(llm, inventory, not dummy, pids, frozenset(segments(pids)), band)
 
 
 def _inventory(folder: Path, settings: Settings, *, dummy: bool) -> Inventory:
@@ -167,7 +181,7 @@ def _download(settings: Settings, *, dummy: bool) -> Path:
         raise CheckpointUnreadable(f"{settings.model} is no folder and cannot be downloaded: {error}") from error
 
 
-def _construct(arguments: dict[str, Any], settings: Settings, boot: Boot[Started]) -> Any:
+def _construct(arguments: dict[str, Any], settings: Settings, boot: Boot[Started], ours: Mapping[str, str]) -> Any:
     """Make the `AsyncLLM`.
 
     "spawn" is how vLLM starts engines. "fork" takes 0.5 s instead of 12 s, since the core inherits what this process
@@ -184,14 +198,9 @@ def _construct(arguments: dict[str, Any], settings: Settings, boot: Boot[Started
     from pitstop.engine.vllm_backend.executor import without_dunders
 
     without_dunders()
-    with _one_at_a_time:
-        before = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
-        try:
-            return _make(AsyncEngineArgs(**arguments), settings, boot, fork=True)
-        finally:
-            os.environ.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
-            if before is not None:
-                os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = before
+    # A process that is forked unpacks nothing, and inherits this; see `Carried`.
+    with _one_at_a_time, changed({**ours, "VLLM_WORKER_MULTIPROC_METHOD": "fork"}):
+        return _make(AsyncEngineArgs(**arguments), settings, boot, fork=True)
 
 
 def _make(asked: Any, settings: Settings, boot: Boot[Started], *, fork: bool = False) -> Any:

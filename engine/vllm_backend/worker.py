@@ -11,12 +11,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
+from socket import gethostname
 from time import perf_counter
 from typing import Any
 
 import msgspec
 
-from pitstop.engine.errors import ErrorRecord, LocalError, PitstopError, ProtocolViolation, WorkerFailed
+from pitstop.engine.errors import (
+    ErrorRecord,
+    LocalError,
+    PitstopError,
+    ProtocolViolation,
+    UnsupportedPolicy,
+    WorkerFailed,
+)
 from pitstop.engine.vllm_backend.fingerprint import Reading, fingerprint, readable
 from pitstop.engine.vllm_backend.loading import loading
 from pitstop.engine.vllm_backend.sink import LoadingSink
@@ -116,7 +125,9 @@ class WorkerSide:
     def describe(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Say where this rank is. Replica and incarnation are the backend's to add."""
         world, device = self._worker.vllm_config.parallel_config.world_size, self._worker.device
-        layout = WorkerLayout("", 0, self._worker.rank, world, os.getpid(), str(device), *_memory(device))
+        layout = WorkerLayout(
+            "", 0, self._worker.rank, world, os.getpid(), str(device), *_memory(device), _node(device), gethostname()
+        )
         return replace(reply, layout=layout)
 
     def receive(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
@@ -177,6 +188,24 @@ class WorkerSide:
         if self._reading is not None:
             self._reading.interrupt()
 
+    def start_profile(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
+        """Have vLLM's profiler record."""
+        return self._profile(reply, begins=True)
+
+    def stop_profile(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
+        """Have it write what it has."""
+        return self._profile(reply, begins=False)
+
+    def _profile(self, reply: WorkerReply, *, begins: bool) -> WorkerReply:
+        config = getattr(self._worker.vllm_config, "profiler_config", None)
+        if getattr(config, "profiler", None) is None:
+            raise UnsupportedPolicy(
+                "this engine has no profiler: launch it with engine_args={'profiler_config': {'profiler': 'torch', "
+                "'torch_profiler_dir': ...}}"
+            )
+        self._worker.profile(is_start=begins)
+        return reply
+
     def release(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Drop what landed. Idempotent."""
         if (landing := self._landings.pop(op.refit_id, None)) is not None:
@@ -213,6 +242,21 @@ def _memory(device: Any) -> tuple[str, int]:
     import torch
 
     return f"cuda:{torch.cuda.get_device_properties(device).uuid}", torch.cuda.mem_get_info(device)[0]
+
+
+def _node(device: Any, root: str = "/sys/bus/pci/devices") -> int | None:
+    """Say which NUMA node a GPU is at, where torch and the kernel know."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    found: Any = torch.cuda.get_device_properties(device)
+    try:
+        bus = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        node = int(Path(root, bus, "numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
+        return None
+    return node if node >= 0 else None
 
 
 def _record(error: Exception, op: WorkerOp, rank: int) -> ErrorRecord:
