@@ -48,11 +48,13 @@ class Inventory:
     """The checkpoint tensors that a replica's model is made of, recorded at launch.
 
     `tied` maps the name of a tensor that shares another's storage to that other's name. Either of the two
-    may be left out of an offer, or both may come with equal content.
+    may be left out of an offer, or both may come with equal content. Each group of `optional` tensors may come too,
+    whole or not at all; what a version does not bring is then as if no version had ever brought it.
     """
 
     tensors: tuple[TensorSpec, ...]
     tied: dict[str, str] = field(default_factory=dict)
+    optional: tuple[tuple[TensorSpec, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

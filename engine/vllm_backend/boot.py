@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -14,7 +14,8 @@ from pitstop.engine.errors import CheckpointUnreadable
 from pitstop.engine.vllm_backend.arguments import engine_arguments
 from pitstop.engine.vllm_backend.config import Seat, defaults, environment
 from pitstop.engine.vllm_backend.host import Band, changed, look
-from pitstop.engine.vllm_backend.inventory import from_headers
+from pitstop.engine.vllm_backend.inventory import from_headers, read_config
+from pitstop.engine.vllm_backend.kv_scales import optional_scales
 from pitstop.engine.vllm_backend.meta_model import from_meta_model
 from pitstop.engine.vllm_backend.processes import children_of_thread, descendants, hold, kill, segments
 from pitstop.engine.vllm_backend.watch import FRONTEND
@@ -159,9 +160,11 @@ def start_engine(settings: Settings, boot: Boot[Started]) -> Started:
 
 
 def _inventory(folder: Path, settings: Settings, *, dummy: bool) -> Inventory:
-    if not dummy:
-        return from_headers(folder)
-    return from_meta_model(folder, trust_remote_code=bool(settings.engine_args.get("trust_remote_code")))
+    args = settings.engine_args
+    trust = bool(args.get("trust_remote_code"))
+    found = from_meta_model(folder, trust_remote_code=trust) if dummy else from_headers(folder)
+    cache = str(args.get("kv_cache_dtype", "auto"))
+    return replace(found, optional=optional_scales(found.tensors, read_config(folder), cache))
 
 
 def _download(settings: Settings, *, dummy: bool) -> Path:

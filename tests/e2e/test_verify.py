@@ -16,7 +16,7 @@ from tests.checkpoints import LAYERS, tensors
 from tests.conftest import Checkpoint
 from tests.e2e.conftest import Launch
 
-PLAIN = "tests.vllm.plain_worker.PlainCPUWorker"
+PLAIN = "tests.vllm.plain_worker.PlainWorker"
 
 
 async def drift(fleet: Fleet, name: str, replica: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""A worker whose linear layers keep their weights as vLLM has them on a GPU: nothing is packed away."""
+"""A CPU worker whose linear layers compute from their parameters as they are, as they do on a GPU."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import vllm.v1.worker.cpu_worker
 from vllm import _custom_ops
 
 
-class PlainCPUWorker(vllm.v1.worker.cpu_worker.CPUWorker):
-    """Named by `worker_cls`. Dense models only."""
+class PlainWorker(vllm.v1.worker.cpu_worker.CPUWorker):
+    """vLLM packs weights for the CPU where it may."""
 
-    def load_model(self, **options: Any) -> None:
+    def load_model(self, **options: Any) -> Any:
+        """Load without packing."""
         _custom_ops._supports_onednn = False
-        super().load_model(**options)
+        return super().load_model(**options)
