@@ -15,9 +15,14 @@ from typing import Any, Final
 from pitstop.engine.worker_ports import TensorSpec
 
 _ATTENTION: Final = re.compile(r"^(?P<layer>.*\.self_attn)\.(?:q_proj|k_proj|qkv_proj)\.(?:weight|weight_packed)$")
-_SCALE: Final = re.compile(r"\.(?:[kvq]_scale|kv_scale)$|\.[kv]_cache\.scale$")
+_SCALE: Final = re.compile(r"\.(?:[kvq]_scale|kv_scale|prob_scale|[kvq]_zero_point)$|\.(?:[kv]_cache|q)\.scale$")
 _TAKES: Final = frozenset({"compressed-tensors", "fp8", "modelopt"})
 """Quantisations under which vLLM's attention layers have scales to load."""
+
+
+def is_kv_scale(name: str) -> bool:
+    """Whether a checkpoint's tensor is for attention layers' KV caches. It is a parameter only while it loads."""
+    return _SCALE.search(name) is not None
 
 
 def optional_scales(
@@ -32,7 +37,7 @@ def optional_scales(
     method = (config.get("quantization_config") or {}).get("quant_method")
     # The scales of `fp8_ds_mla` are inside the cache.
     fp8 = kv_cache_dtype.startswith("fp8") and kv_cache_dtype != "fp8_ds_mla"
-    if not fp8 or method not in _TAKES or any(_SCALE.search(name) for name in names):
+    if not fp8 or method not in _TAKES or any(map(is_kv_scale, names)):
         return ()
     layers = list(dict.fromkeys(found["layer"] for name in names if (found := _ATTENTION.match(name))))
 
