@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from pitstop.engine.drift import Reading, Remembered, ReplicaCheck, VerifyReport, compared
 from pitstop.engine.errors import (
@@ -77,8 +78,8 @@ class Prints:
         task = self._taking.get(replica.name)
         return task is not None and not task.done()
 
-    def _begin(self, replica: Replica, work: object) -> None:
-        self._taking[replica.name] = asyncio.create_task(work, name=f"{replica.name}:prints")  # type: ignore[arg-type]
+    def _begin(self, replica: Replica, work: Coroutine[Any, Any, None]) -> None:
+        self._taking[replica.name] = asyncio.create_task(work, name=f"{replica.name}:prints")
 
     async def _remember(self, replica: Replica, commit: Commit) -> None:
         try:

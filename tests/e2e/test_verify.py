@@ -103,3 +103,14 @@ async def test_requests_of_a_replica_that_drifted_end_with_the_error_and_their_t
 
         ends = sorted([await rest(stream) for stream in streams])
         assert (len(started), ends) == (4, ["drifted", "drifted", "length", "length"])
+
+
+async def test_every_rank_of_a_replica_is_compared(launch: Launch, checkpoint: Checkpoint) -> None:
+    async with launch(tensor_parallel_size=2) as engine:
+        await engine.refit(checkpoint("llama", 1), weight_version=1)
+        check = (await engine.verify()).replicas["replica-0"]
+        assert (check.state, check.weight_version) == ("same", 1)
+        assert {name.partition(":")[0] for name in check.blind} == {"0", "1"}
+        found = (await engine.fingerprints())["replica-0"]
+        assert len(found) == check.tensors
+        assert {name.partition(":")[0] for name in found} == {"0", "1"}
