@@ -4,6 +4,7 @@ if __name__ == "engine":
     raise ImportError("import pitstop.engine, not engine: the repository root is on sys.path")
 
 from pitstop.engine import errors
+from pitstop.engine.drift import ReplicaCheck, VerifyReport
 from pitstop.engine.errors import PitstopError
 from pitstop.engine.fleet import Fleet
 from pitstop.engine.handle import RefitHandle
@@ -27,10 +28,12 @@ __all__ = [
     "RefitHandle",
     "RefitOptions",
     "RefitReport",
+    "ReplicaCheck",
     "ReplicaReport",
     "RolloutEngine",
     "SamplingParams",
     "Span",
     "Stream",
+    "VerifyReport",
     "errors",
 ]

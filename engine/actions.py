@@ -63,7 +63,7 @@ class Actions:
             Do.BOOT: self._boot, Do.ADMIT: self._admit, Do.SUSPEND: self._suspend, Do.RECEIVE: self._receive,
             Do.FINALIZE: self._finalize, Do.COMMIT: self._commit, Do.RELEASE: self._release,
             Do.REVOKE: self._revoke, Do.SLEEP: self._sleep, Do.WAKE: self._wake, Do.BURY: self._bury,
-            Do.STOP: self._stop, Do.REST: self._rest,
+            Do.STOP: self._stop, Do.REST: self._rest, Do.PARK: self._park,
         }  # fmt: skip
 
     async def perform(self, do: Do) -> Event | None:
@@ -79,7 +79,7 @@ class Actions:
             # No memory was given back: the engine goes on as if nothing had been asked.
             replica.sleep_error = error
             return WokenEmpty() if replica.weight_version is None else WokenWhole()
-        if isinstance(error, ReplicaDied) or do in (Do.BOOT, Do.SLEEP, Do.WAKE):
+        if isinstance(error, ReplicaDied) or do in (Do.BOOT, Do.SLEEP, Do.WAKE, Do.PARK):
             replica.error = error
             return Died(error.slug)
         if do is Do.SUSPEND:
@@ -268,6 +268,18 @@ class Actions:
         self._fail_flights(replica.job.error if replica.job else None)
         self._counts = {}
         self._conclude(replica.job)
+
+    async def _park(self) -> None:
+        """Stop a serving engine whose weights are not its version's. Its requests end with what they have."""
+        replica, limits = self._replica, self._limits
+        replica.ledger.revoke(replica.name)
+        self._was_idle = False
+        self._fail_flights(replica.drift)
+        self._paused = True
+        await bounded(replica.backend.suspend("abort"), limits.suspend, replica=replica.name, phase="park")
+        # Who was on the way in finds an engine that makes nothing any more.
+        await bounded(replica.gate.drained(), limits.control, replica=replica.name, phase="park", peer="admission")
+        self._fail_flights(replica.drift)
 
     async def _rest(self) -> None:
         self._was_idle = self._replica.phase is Phase.IDLE

@@ -15,6 +15,7 @@
     └── RemoteError               a peer, a worker or an engine failed
         ├── DeadlineExceeded, PeerLost, AccessDenied, ReplicaDied, WorkerFailed
         ├── DigestMismatch, ProtocolViolation, CacheResetRefused
+        ├── WeightsDrifted, ReadingCutShort
         └── RefitFailed
 
 `slug` is stable and is what telemetry records as `error.type`. An error crosses a process border as an
@@ -211,6 +212,21 @@ class DigestMismatch(RemoteError):
     """Raised when received bytes are not the bytes that were sent. Fields: tensor, count."""
 
     slug = "digest_mismatch"
+
+
+class WeightsDrifted(RemoteError):
+    """Raised when live weights are no longer what they were at their commit.
+
+    Fields: replica, rank, tensor (the first of them), count, weight_version.
+    """
+
+    slug = "weights_drifted"
+
+
+class ReadingCutShort(RemoteError):
+    """Raised when live weights were about to change or go while they were read. Fields: rank."""
+
+    slug = "reading_cut_short"
 
 
 class ProtocolViolation(RemoteError):

@@ -14,7 +14,6 @@ import anyio
 import anyio.to_thread
 
 from pitstop.engine.coordinator import Again, Coordinator, Delivery, Make
-from pitstop.engine.counters import Counters
 from pitstop.engine.errors import (
     DeadlineExceeded,
     EngineClosed,
@@ -30,6 +29,7 @@ from pitstop.engine.handle import RefitHandle
 from pitstop.engine.intake import Intake
 from pitstop.engine.ledger import Ledger, Place
 from pitstop.engine.lifecycle import Phase
+from pitstop.engine.owned import Owned
 from pitstop.engine.ports import Backend, Booted, Guarded, Leg, Observer, Renderer, Scalar, Transport
 from pitstop.engine.recovery import Keeper, Recovery
 from pitstop.engine.refit import Deadlines, Policy, RefitOptions, RefitReport
@@ -48,7 +48,7 @@ SUBMIT_SECONDS = ENGINE_SILENCE
 request holds up any refit of that replica."""
 
 
-class Fleet:
+class Fleet(Owned):
     """Runs replicas. An async context manager; entering waits until every replica has booted.
 
     One supervisor task owns everything; `async with` only signals it, so entering and leaving may happen in
@@ -150,7 +150,7 @@ class Fleet:
 
     async def _supervise(self, stop: asyncio.Event) -> None:
         async with anyio.create_task_group() as group:
-            for service in (*self._services, self._coordinator.run, self._keeper.run):
+            for service in (*self._services, self._coordinator.run, self._keeper.run, self._upkeep.prints.run):
                 group.start_soon(self._served, service, stop)
             async with anyio.create_task_group() as lives:
                 for replica in self.replicas:
@@ -196,6 +196,7 @@ class Fleet:
     def _idle(self) -> None:
         self._keeper.refitted()
         self._router.changed()
+        self._upkeep.prints.changed()
 
     def _given_up(self) -> None:
         self._router.changed()
@@ -204,6 +205,7 @@ class Fleet:
         self._keeper.changed()
         self._router.changed()
         self._coordinator.changed()
+        self._upkeep.prints.changed()
 
     # -- requests --------------------------------------------------------------------------------------
 
@@ -359,39 +361,6 @@ class Fleet:
         self._coordinator.offer(handle, make, options, again=again)
         return handle
 
-    async def sleep(self, level: int = 1, *, policy: Literal["recompute", "wait", "abort"] = "recompute") -> None:
-        """Give memory back on every serving or idle replica.
-
-        Level 1 keeps the weights in host memory, level 2 discards them, after which only a full refit serves
-        again. The KV cache is dropped by both, so requests in flight cannot `keep` theirs. While any replica
-        sleeps nothing is recovered automatically: an engine that boots would take the memory that was given back.
-
-        Raises:
-            UnsupportedPolicy: `level` is not 1 or 2, or `policy` is "keep".
-        """
-        self._must_be_open()
-        await self._upkeep.sleep(level, policy)
-
-    async def wake_up(self) -> None:
-        """Wake every sleeping replica. After level 2 it serves nothing until a refit."""
-        self._must_be_open()
-        await self._upkeep.wake_up()
-
-    async def fingerprints(self) -> dict[str, dict[str, str]]:
-        """Return, for each serving replica, a 64-bit number of each live tensor, as `rank:name`.
-
-        It tells whether two replicas of one configuration hold the same weights, or one replica what it held
-        before. It is about the engine's own layout, and blind to what a backend packs away (linear weights on the
-        CPU). Takes the engine between two steps, about 4 ms a GiB on a GPU.
-        """
-        self._must_be_open()
-        return await self._upkeep.fingerprints()
-
-    async def counters(self) -> dict[str, Counters]:
-        """Return what each living replica has counted. Empty without vLLM's statistics (`disable_log_stats=False`)."""
-        self._must_be_open()
-        return await self._upkeep.counters()
-
     async def recover(
         self,
         source: str | os.PathLike[str] | None = None,
@@ -449,8 +418,3 @@ class Fleet:
     ) -> Delivery:
         """Return what opens a checkpoint; for those who know how."""
         raise UnsupportedPolicy(f"this fleet reads no checkpoints, so not {os.fspath(source)}")
-
-    async def restart(self, replica: str | None = None) -> None:
-        """Boot dead replicas anew, one by name or all. They have proven nothing and serve after their next refit."""
-        self._must_be_open()
-        await self._upkeep.restart(replica)

@@ -105,6 +105,7 @@ class RolloutEngine(Fleet):
         observer: Observer | None = None,
         listen: str | None = None,
         keys: str | os.PathLike[str] | None = None,
+        devices: Sequence[Sequence[int | str]] | None = None,
         **backend_options: Any,
     ) -> RolloutEngine:
         """Describe an engine; `async with` boots it.
@@ -127,6 +128,8 @@ class RolloutEngine(Fleet):
                 loopback. Everything on it is encrypted, and only who can read the run's `client.key` gets in.
             keys: folder where the keys of `listen` lie or are made, so that they outlive this engine; by default its
                 own private folder, and they end with it.
+            devices: GPUs of each replica, as in `CUDA_VISIBLE_DEVICES`, one a rank; several replicas may share one. By
+                default each has its own of those that are visible.
             backend_options: further arguments of the backend's constructor.
 
         Raises:
@@ -140,14 +143,18 @@ class RolloutEngine(Fleet):
             raise UnsupportedPolicy(f"recovery {recovery!r} is neither 'manual', 'automatic' nor a Recovery")
         if replicas < 1:
             raise UnsupportedPolicy(f"replicas is {replicas}, below 1")
-        from pitstop.engine.vllm_backend import TokenizerRenderer, VllmBackend
+        from pitstop.engine.vllm_backend import Seat, TokenizerRenderer, VllmBackend
 
         args = dict(engine_args or {})
         from pitstop.transports.shared_memory import RECEIVERS
 
+        if devices is not None and len(devices) != replicas:
+            raise UnsupportedPolicy(f"devices are given for {len(devices)} replicas, there are {replicas}")
+        seats = [Seat(n, replicas, tuple(map(str, devices[n])) if devices else None) for n in range(replicas)]
         given = {"receivers": RECEIVERS, **backend_options}
         made = [
-            VllmBackend(str(model), engine_args=args, weight_version=weight_version, **given) for _ in range(replicas)
+            VllmBackend(str(model), engine_args=args, weight_version=weight_version, seat=seat, **given)
+            for seat in seats
         ]
         renderer = None
         if not args.get("skip_tokenizer_init"):

@@ -47,6 +47,7 @@ class Do(Enum):
     COMMIT = "commit"
     RELEASE = "release"
     REVOKE = "revoke"
+    PARK = "park"
     SLEEP = "sleep"
     WAKE = "wake"
     BURY = "bury"
@@ -135,6 +136,13 @@ class FailedTorn:
 
 
 @dataclass(frozen=True, slots=True)
+class DriftFound:
+    """Live weights are no longer what was proven at their commit: the commit is revoked."""
+
+    slug: str
+
+
+@dataclass(frozen=True, slots=True)
 class SleepAsked:
     """Give memory back. Level 1 keeps the weights (in host memory), level 2 discards them.
 
@@ -174,7 +182,7 @@ class StopAsked:
 
 Event = (
     BootedWith | BootedEmpty | RefitOffered | DeltaOffered | Suspended | WeightsLanded | Finalized | Resumed
-    | FailedClean | FailedUncommitted | FailedQuarantined | FailedTorn
+    | FailedClean | FailedUncommitted | FailedQuarantined | FailedTorn | DriftFound
     | SleepAsked | WokenWhole | WokenEmpty | Died | RestartAsked | StopAsked
 )  # fmt: skip
 
@@ -199,6 +207,7 @@ TABLE: Final[Mapping[tuple[Phase, type[Event]], tuple[Phase, Do]]] = MappingProx
     (P.RECEIVING, FailedTorn): (P.QUARANTINED, Do.REVOKE),
     (P.FINALIZING, FailedTorn): (P.QUARANTINED, Do.REVOKE),
     (P.RESUMING, FailedTorn): (P.QUARANTINED, Do.REVOKE),
+    (P.SERVING, DriftFound): (P.QUARANTINED, Do.PARK),
     (P.SERVING, SleepAsked): (P.SLEEPING, Do.SLEEP),
     (P.IDLE, SleepAsked): (P.SLEEPING, Do.SLEEP),
     (P.SLEEPING, WokenWhole): (P.RESUMING, Do.WAKE),

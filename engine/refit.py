@@ -104,13 +104,14 @@ def route(offer: Offer, inventory: Inventory) -> Manifest:
         raise OfferRejected("the offer has no tensors")
     wanted = {spec.name: spec for spec in inventory.tensors}
     known = wanted | {twin: replace(wanted[base], name=twin) for twin, base in inventory.tied.items() if base in wanted}
+    known |= {spec.name: spec for group in inventory.optional for spec in group}
     model = Names(known)
     found = model.resolve(offer.tensors)
     rows = [row for i, match in enumerate(found) for row in _rows(i, match)]
     _all_expected(offer, model, found, rows, known, wanted, inventory)
     _each_once(offer, rows)
     at = {row.spec.name: n for n, row in enumerate(rows)}
-    absent = [n for n in wanted if n not in at and not _twin_sent(n, inventory, at)]
+    absent = [n for n in wanted if n not in at and not _twin_sent(n, inventory, at)] + _cut_short(inventory, at)
     if absent:
         ours = not set(absent) <= set(inventory.drafter)
         remedy = "" if ours else "; they are its drafter's: if it is not trained, launch with drafter='frozen'"
@@ -174,6 +175,12 @@ def _each_once(offer: Offer, rows: list[Routed]) -> None:
             f"{len(repeated)} tensors are offered more than once: {names(list(repeated))} (as {names(list(sources))})",
             tensor=min(repeated),
         )
+
+
+def _cut_short(inventory: Inventory, sent: Mapping[str, int]) -> list[str]:
+    """Name what is missing of optional groups of which something is there."""
+    begun = [group for group in inventory.optional if any(spec.name in sent for spec in group)]
+    return [spec.name for group in begun for spec in group if spec.name not in sent]
 
 
 def _twin_sent(name: str, inventory: Inventory, sent: Mapping[str, int]) -> bool:

@@ -19,13 +19,14 @@ from pitstop.engine.errors import DeadlineExceeded, EngineClosed, IllegalEvent, 
 from pitstop.engine.flight import Flight
 from pitstop.engine.gate import Gate
 from pitstop.engine.job import Job, bounded
-from pitstop.engine.ledger import Ledger, Place
+from pitstop.engine.ledger import Commit, Ledger, Place
 from pitstop.engine.lifecycle import (
     BootedEmpty,
     BootedWith,
     DeltaOffered,
     Died,
     Do,
+    DriftFound,
     Event,
     Phase,
     RefitOffered,
@@ -77,6 +78,7 @@ class Replica:
         self.job: Job | None = None
         self.sleeping = SleepAsked(1)
         self.sleep_error: PitstopError | None = None
+        self.drift: PitstopError | None = None
         self.changed = changed
         self._phase = Phase.STARTING
         self._since = time.monotonic()
@@ -101,6 +103,16 @@ class Replica:
     def phase_age(self) -> float:
         """Seconds since it came there."""
         return time.monotonic() - self._since
+
+    @property
+    def since(self) -> float:
+        """When it came there (`time.monotonic`): the same number means that it has not been elsewhere."""
+        return self._since
+
+    @property
+    def commit(self) -> Commit | None:
+        """What it has proven in this life, if anything."""
+        return self.ledger.committed(self.name)
 
     @property
     def weight_version(self) -> int | None:
@@ -182,6 +194,18 @@ class Replica:
             await self._ask(RestartAsked())
             await self.reached(SETTLED)
             self._must_live()
+
+    async def drifted(self, error: PitstopError, commit: Commit) -> None:
+        """Take it out of service until a refit, unless it has left by itself what was found to have drifted.
+
+        Raises:
+            IllegalEvent: a refit or a sleep came first, and may end with the same commit.
+        """
+        async with self._asking:
+            if self.commit is commit:
+                self.drift = error
+                await self._ask(DriftFound(error.slug))
+                await self._action_over()
 
     def suspect(self, error: ReplicaDied) -> None:
         """A leg says that the engine is dead; the watch may not have said so yet."""

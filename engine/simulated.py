@@ -19,7 +19,7 @@ from pitstop.engine.ports import Booted
 from pitstop.engine.refit import Policy
 from pitstop.engine.request import FinishReason, Piece, Request
 from pitstop.engine.simulated_transport import Fault, Script, SimulatedSending, SimulatedTransport
-from pitstop.engine.worker_ports import Inventory, TensorSpec, WorkerLayout, WorkerOp, WorkerReply
+from pitstop.engine.worker_ports import Inventory, Seen, TensorSpec, WorkerLayout, WorkerOp, WorkerReply
 
 __all__ = [
     "TORN", "VOCAB", "Delays", "Fault", "Script", "SimulatedBackend", "SimulatedLeg", "SimulatedSending",
@@ -210,6 +210,11 @@ class SimulatedBackend:
                     self._receivers.setdefault(op.refit_id, []).append(receiver)
         elif op.verb in ("undo", "release"):
             self._stop_receiving(op.refit_id)
+        elif op.verb == "fingerprint":
+            found = {name: str(version) for name, version in self.live.items()}
+            return [
+                WorkerReply(rank, fingerprint=found, seen=Seen(16 * len(found))) for rank in range(self._world_size)
+            ]
         touched = op.refit_id in self._touched
         if op.verb == "release":
             self._staged.pop(op.refit_id, None)

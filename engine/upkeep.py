@@ -10,6 +10,7 @@ from pitstop.engine.counters import Counters
 from pitstop.engine.errors import PitstopError, UnsupportedPolicy, from_record
 from pitstop.engine.job import bounded
 from pitstop.engine.lifecycle import Phase
+from pitstop.engine.prints import Prints
 from pitstop.engine.refit import Deadlines
 from pitstop.engine.replica import Replica
 from pitstop.engine.worker_ports import WorkerOp
@@ -23,6 +24,7 @@ class Upkeep:
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
+        self.prints = Prints(replicas)
 
     async def sleep(self, level: int, policy: Literal["recompute", "wait", "abort"]) -> None:
         """See `Fleet.sleep`."""
@@ -55,23 +57,42 @@ class Upkeep:
         living = [r for r in self._replicas if r.phase not in _NOT_ALIVE]
         return {r.name: await bounded(r.backend.counters(), limit, replica=r.name, phase="count") for r in living}
 
-    async def fingerprints(self) -> dict[str, dict[str, str]]:
-        """See `Fleet.fingerprints`."""
-        limit = Deadlines().finalize
-        out = {}
+    async def profile(self, *, begins: bool) -> None:
+        """See `Fleet.start_profile` and `stop_profile`."""
+        op = WorkerOp("start_profile" if begins else "stop_profile")
+        _raise_first(await _all(self._told(r, op) for r in self._replicas if r.phase is Phase.SERVING))
+
+    @staticmethod
+    async def _told(replica: Replica, op: WorkerOp) -> None:
+        call = replica.backend.call_workers(op)
+        for reply in await bounded(call, Deadlines().finalize, replica=replica.name, phase="profile"):
+            if reply.error is not None:
+                raise from_record(reply.error)
+
+    async def load_ways(self) -> dict[str, dict[str, str]]:
+        """See `Fleet.load_ways`."""
+        found: dict[str, dict[str, str]] = {}
         for replica in self._replicas:
-            if replica.phase is Phase.SERVING:
-                call = replica.backend.call_workers(WorkerOp("fingerprint"))
-                replies = await bounded(call, limit, replica=replica.name, phase="fingerprint")
-                for reply in replies:
+            if replica.phase is Phase.SERVING and replica.booted is not None:
+                call = replica.backend.call_workers(WorkerOp("ways", tensors=replica.booted.inventory.tensors))
+                ways = found[replica.name] = {}
+                for reply in await bounded(call, Deadlines().control, replica=replica.name, phase="ways"):
                     if reply.error is not None:
                         raise from_record(reply.error)
-                out[replica.name] = {
-                    f"{reply.rank}:{name}": value
-                    for reply in replies
-                    for name, value in (reply.fingerprint or {}).items()
-                }
-        return out
+                    for name, way in (reply.way_of or {}).items():
+                        ways[name] = way if ways.get(name, "copied") == "copied" else ways[name]
+        return found
+
+    async def fingerprints(self) -> dict[str, dict[str, str]]:
+        """See `Fleet.fingerprints`."""
+        served = [(r, r.commit) for r in self._replicas if r.phase is Phase.SERVING]
+        read = [(r.name, await self.prints.read(r, commit)) for r, commit in served if commit is not None]
+        return {
+            name: {
+                f"{rank}:{tensor}": value for rank, found in reading.tensors.items() for tensor, value in found.items()
+            }
+            for name, reading in read
+        }
 
 
 async def _all(calls: Iterable[Awaitable[None]]) -> list[PitstopError]:

@@ -50,7 +50,9 @@ class Inventory:
     `tied` maps the name of a tensor that shares another's storage to that other's name. Either of the two
     may be left out of an offer, or both may come with equal content. `vocabulary` names the tensors that have a row
     for each token. `drafter` names those among `tensors` that are a trained drafter's. `unused` names what the
-    checkpoint stores for a drafter that refits do not bring: it may be offered, and stays behind.
+    checkpoint stores for a drafter that refits do not bring: it may be offered, and stays behind. Each group of
+    `optional` tensors may come too, whole or not at all; what a version does not bring is then as if no version had
+    ever brought it.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -58,6 +60,7 @@ class Inventory:
     vocabulary: tuple[str, ...] = ()
     drafter: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    optional: tuple[tuple[TensorSpec, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ class WorkerLayout:
     """Where one worker rank lives and what it can receive into.
 
     `device` is torch's name of it; `device_id` names a GPU to other processes, as `cuda:<uuid>`. `spare_nbytes` of
-    its memory were free when the rank was asked.
+    its memory were free when the rank was asked. `numa_node` is the GPU's, where it is known; `host` is the machine.
     """
 
     replica: str
@@ -138,6 +141,8 @@ class WorkerLayout:
     device: str
     device_id: str = ""
     spare_nbytes: int = 0
+    numa_node: int | None = None
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +217,9 @@ class Bucket:
 
 
 WorkerVerb = Literal[
-    "describe", "learn", "receive", "apply", "finalize", "undo", "release", "fingerprint", "ways", "drafter"
-]
+    "describe", "learn", "receive", "apply", "finalize", "undo", "release", "fingerprint", "ways", "drafter",
+    "interrupt", "start_profile", "stop_profile",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +230,13 @@ class WorkerOp:
     `receive` starts a receiver thread for the rank's ticket and returns at once. `apply` puts what landed for
     `refit_id` into the live parameters, or checks that it is there whole if it was received in place; `finalize` does
     the post-load work; `undo` ends receiving and makes a model that was left half loaded runnable (never clean);
-    `release` drops what landed. `fingerprint` returns a number for each tensor of the live model, `ways` how each
-    tensor of the next version will be loaded. `drafter` loads a drafter that refits do not bring from its checkpoint.
+    `release` drops what landed. `ways` says how each tensor of the next version will be loaded. `drafter` loads a
+    drafter that refits do not bring from its checkpoint.
+
+    `fingerprint` returns a number for each tensor of the live model. Under a name (`refit_id`, any) it is taken beside
+    the engine's steps: the first order of that name begins, and later ones have the answer once there is one, or
+    `ReadingCutShort` if a refit or a sleep has come in between. `interrupt` ends it: nothing is read when it returns.
+    `start_profile` and `stop_profile` are the engine's own profiler's.
     """
 
     verb: WorkerVerb
@@ -247,6 +258,19 @@ class Ways:
 
 
 @dataclass(frozen=True, slots=True)
+class Seen:
+    """How much of one rank's model a fingerprint is about.
+
+    `nbytes` were read. `blind` names parameters that are not what the engine computes with: it has packed a copy away.
+    `left_out` names tensors that change while the engine serves, with the reason.
+    """
+
+    nbytes: int = 0
+    blind: tuple[str, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReply:
     """One rank's answer to a `WorkerOp`. `touched`: live bytes may have changed.
 
@@ -261,6 +285,7 @@ class WorkerReply:
     fingerprint: dict[str, str] | None = None
     ways: Ways | None = None
     way_of: dict[str, str] | None = None
+    seen: Seen | None = None
 
 
 class WeightSink(Protocol):

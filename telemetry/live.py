@@ -72,7 +72,7 @@ class Live:
         row.error = failure(change) or row.error
         if change.event in ("BootedWith", "Finalized"):
             row.weight_version, row.error = change.weight_version, None
-        elif change.event in ("BootedEmpty", "FailedTorn", "WokenEmpty", "Died", "StopAsked"):
+        elif change.event in ("BootedEmpty", "FailedTorn", "DriftFound", "WokenEmpty", "Died", "StopAsked"):
             row.weight_version = None
         live = change.detail.get("live")
         if isinstance(live, int):

@@ -47,7 +47,9 @@ REFITTING: Final[Mapping[Phase, str]] = {
 _GONE: Final = frozenset({Phase.DEAD, Phase.STOPPED})
 # These say what begins; every other event says how what went before has ended.
 _ORDERS: Final = frozenset({"RefitOffered", "DeltaOffered", "SleepAsked", "RestartAsked"})
-_FAILURES: Final = frozenset({"FailedClean", "FailedUncommitted", "FailedQuarantined", "FailedTorn", "Died"})
+_FAILURES: Final = frozenset(
+    {"FailedClean", "FailedUncommitted", "FailedQuarantined", "FailedTorn", "DriftFound", "Died"}
+)
 _OUTCOMES: Final = {"Finalized": "committed", "FailedTorn": "torn", "Died": "died", "StopAsked": "stopped"}
 _WORK: Final = {
     "refit": (names.REFIT, SpanKind.INTERNAL),
@@ -214,7 +216,7 @@ class SpanObserver:
                 lane.outcome = _OUTCOMES.get(change.event, "failed")
         if change.event in ("BootedWith", "Finalized"):
             lane.version = change.weight_version
-        elif change.event in ("BootedEmpty", "FailedTorn", "WokenEmpty") or change.after in _GONE:
+        elif change.event in ("BootedEmpty", "FailedTorn", "DriftFound", "WokenEmpty") or change.after in _GONE:
             lane.version = None
 
     def _refit_begins(self, lane: _Lane, change: Transition, at: int, known: Attributes) -> OpenSpan:

@@ -78,7 +78,7 @@ class Checker:
         if event in ("BootedWith", "Finalized"):
             self._proven[name] = change.weight_version
             self._ever[change.weight_version or 0] = 1
-        elif event in ("BootedEmpty", "RestartAsked", "Died", "FailedTorn", "WokenEmpty"):
+        elif event in ("BootedEmpty", "RestartAsked", "Died", "FailedTorn", "DriftFound", "WokenEmpty"):
             self._proven[name] = None
         if after == "serving" and self._proven.get(name) is None:
             self.offence("served unproven weights", f"{name} after {event}")

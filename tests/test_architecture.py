@@ -16,12 +16,15 @@ PACKAGES = tuple(f"pitstop.{folder}" for folder in FOLDERS)
 
 RECORDS = (
     "errors", "counters", "lifecycle", "staging", "ledger", "request", "worker_ports", "naming", "refit", "staleness",
+    "drift",
 )  # fmt: skip
 PURE = (*RECORDS, "ports")
 DRIVERS = (
     "fleet",
     "recovery",
+    "owned",
     "upkeep",
+    "prints",
     "coordinator",
     "run",
     "part",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -16,12 +18,16 @@ from pitstop.engine.ports import Booted
 from pitstop.engine.refit import Policy
 from pitstop.engine.request import Request
 from pitstop.engine.vllm_backend.boot import Abandoned, Boot, Settings, Started, StartMethod, start_engine
+from pitstop.engine.vllm_backend.config import Seat, bound
 from pitstop.engine.vllm_backend.draft_inventory import Choice, Draft
+from pitstop.engine.vllm_backend.host import bind, numa_cpus
 from pitstop.engine.vllm_backend.incarnation import Incarnation
 from pitstop.engine.vllm_backend.leg import VllmLeg
 from pitstop.engine.worker_ports import Inventory, WorkerLayout, WorkerOp, WorkerReply
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 _WEIGHTS, _KV_CACHE = "weights", "kv_cache"
 
@@ -37,6 +43,7 @@ class VllmBackend:
         stat_loggers: vLLM stat logger factories.
         drafter: "trained": refits bring its tensors. "frozen": it keeps those of its checkpoint. By default a drafter
             that is a part of the target's checkpoint (MTP) is trained, and one with its own (Eagle3) is not.
+        seat: which replica of how many this is, for GPUs and caches; by default the only one.
     """
 
     def __init__(
@@ -49,9 +56,16 @@ class VllmBackend:
         stat_loggers: Sequence[Any] = (),
         receivers: Sequence[str] = (),
         drafter: Choice | None = None,
+        seat: Seat | None = None,
     ) -> None:
         self._settings = Settings(
-            str(model), dict(engine_args or {}), start_method, tuple(stat_loggers), tuple(receivers), drafter
+            str(model),
+            dict(engine_args or {}),
+            start_method,
+            tuple(stat_loggers),
+            tuple(receivers),
+            drafter,
+            seat or Seat(),
         )
         self._weight_version = weight_version
         self._boot: Boot[Started] | None = None
@@ -102,6 +116,7 @@ class VllmBackend:
         # Fetched by vLLM at the first request otherwise, by a call that never ends if the engine dies under it.
         await life.call("list its tasks", started.llm.get_supported_tasks())
         layout = await self._describe()
+        await asyncio.to_thread(self._near, layout, started.pids)
         self._draft = started.draft
         if not started.proven and started.draft is not None and not started.draft.own:
             await self._fill_drafter()
@@ -125,6 +140,14 @@ class VllmBackend:
         for reply in replies:
             if reply.error is not None:
                 raise from_record(reply.error)
+
+    def _near(self, layout: Sequence[WorkerLayout], pids: Sequence[int]) -> None:
+        """Have the replica's processes run on CPUs near its GPUs."""
+        nodes = {rank.pid: rank.numa_node for rank in layout}
+        args = self._settings.engine_args
+        binding = bound(nodes, pids, numa_cpus(), frozenset(os.sched_getaffinity(0)), args)
+        reached = bind(binding)
+        _log.debug("%s: %s", self._replica, f"bound {reached}" if reached else f"bound to no CPUs: {binding.why_not}")
 
     async def _describe(self) -> tuple[WorkerLayout, ...]:
         replies = await self.call_workers(WorkerOp("describe"))
@@ -201,6 +224,10 @@ class VllmBackend:
     async def sleep(self, level: int) -> None:
         """Give memory back. The engine is suspended, and what it holds stays held."""
         life = self._alive()
+        # What reads the weights in a thread would find no memory under them.
+        for reply in await self.call_workers(WorkerOp("interrupt")):
+            if reply.error is not None:
+                raise from_record(reply.error)
         await life.call("sleep", life.llm.sleep(level, mode="keep"))
         if level >= 1:
             self._asleep = {_WEIGHTS, _KV_CACHE}
@@ -256,6 +283,7 @@ class VllmBackend:
 
 def _discard(started: Started) -> None:
     started.llm.shutdown(timeout=0)
+    started.band.close()
 
 
 async def _through(work: Awaitable[T]) -> T:

@@ -12,9 +12,12 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pitstop.engine.errors import CheckpointUnreadable
 from pitstop.engine.vllm_backend.arguments import engine_arguments
+from pitstop.engine.vllm_backend.config import Seat, defaults, environment
 from pitstop.engine.vllm_backend.counters import Statistics
 from pitstop.engine.vllm_backend.draft_inventory import Choice, Draft, draft_of, layers_of, with_drafter
-from pitstop.engine.vllm_backend.inventory import from_headers
+from pitstop.engine.vllm_backend.host import Band, changed, look
+from pitstop.engine.vllm_backend.inventory import from_headers, read_config
+from pitstop.engine.vllm_backend.kv_scales import optional_scales
 from pitstop.engine.vllm_backend.meta_model import from_meta_model
 from pitstop.engine.vllm_backend.processes import children_of_thread, descendants, hold, kill, segments
 from pitstop.engine.vllm_backend.watch import FRONTEND
@@ -42,6 +45,7 @@ class Settings:
     stat_loggers: Sequence[Any] = ()
     receivers: tuple[str, ...] = ()
     drafter: Choice | None = None
+    seat: Seat = field(default_factory=Seat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,8 @@ class Started:
     """An engine that is up, and what its checkpoint is made of.
 
     `proven`: the weights came from that checkpoint. `pids`: its processes, the core first. `shared`: the shared memory
-    between them, which nobody unlinks when they are killed. `statistics` is None if it keeps none, `draft` if it has
-    no drafter with weights.
+    between them, which nobody unlinks when they are killed. `band`: the ports it may use, held as long as it lives.
+    `statistics` is None if it keeps none, `draft` if it has no drafter with weights.
     """
 
     llm: Any
@@ -58,6 +62,7 @@ class Started:
     proven: bool
     pids: tuple[int, ...]
     shared: frozenset[str]
+    band: Band
     statistics: Statistics | None = None
     draft: Draft | None = None
 
@@ -142,7 +147,7 @@ def start_engine(settings: Settings, boot: Boot[Started]) -> Started:
     boot.check()
     known = [item.name for item in fields(AsyncEngineArgs)]
     carried: dict[str, Any] = {"receivers": list(settings.receivers)}
-    arguments = engine_arguments(settings.model, settings.engine_args, known, carried)
+    arguments = engine_arguments(settings.model, defaults(settings.engine_args), known, carried)
     if inventory is None:
         local = _download(settings.model, settings, dummy=dummy)
         draft = _located(draft, local, settings)
@@ -158,17 +163,27 @@ def start_engine(settings: Settings, boot: Boot[Started]) -> Started:
     boot.check()
     counts = settings.stat_loggers or not arguments["disable_log_stats"]
     statistics = Statistics() if counts else None
-    llm = _construct(arguments, settings, boot, statistics)
+    with _one_at_a_time:
+        # Another engine of this process may have put its own environment in place for a fork.
+        host = look()
+    band = Band(host)
+    try:
+        ours["environment"] = environment(settings.seat, arguments, host, band.first)
+        llm = _construct(arguments, settings, boot, statistics)
+    except BaseException:
+        band.close()
+        raise
     core: int = llm.engine_core.resources.engine_manager.processes[0].pid
     pids = (core, *descendants(core))
-    return Started(llm, inventory, not dummy, pids, frozenset(segments(pids)), statistics, draft)
+    return Started(llm, inventory, not dummy, pids, frozenset(segments(pids)), band, statistics, draft)
 
 
 def _inventory(folder: Path, settings: Settings, draft: Draft | None, *, dummy: bool) -> Inventory:
-    if dummy:
-        found = from_meta_model(folder, trust_remote_code=bool(settings.engine_args.get("trust_remote_code")))
-    else:
-        found = from_headers(folder)
+    args = settings.engine_args
+    trust = bool(args.get("trust_remote_code"))
+    found = from_meta_model(folder, trust_remote_code=trust) if dummy else from_headers(folder)
+    cache = str(args.get("kv_cache_dtype", "auto"))
+    found = replace(found, optional=optional_scales(found.tensors, read_config(folder), cache))
     return with_drafter(found, folder, draft)
 
 
@@ -217,14 +232,10 @@ def _construct(
     from pitstop.engine.vllm_backend.executor import without_dunders
 
     without_dunders()
-    with _one_at_a_time:
-        before = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
-        try:
-            return _make(AsyncEngineArgs(**arguments), settings, boot, statistics, fork=True)
-        finally:
-            os.environ.pop("VLLM_WORKER_MULTIPROC_METHOD", None)
-            if before is not None:
-                os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = before
+    # A process that is forked unpacks nothing, and inherits this; see `Carried`.
+    ours = arguments["additional_config"]["pitstop"]["environment"]
+    with _one_at_a_time, changed({**ours, "VLLM_WORKER_MULTIPROC_METHOD": "fork"}):
+        return _make(AsyncEngineArgs(**arguments), settings, boot, statistics, fork=True)
 
 
 def _make(

@@ -103,6 +103,34 @@ class DraftModel:
         return None
 
 
+def with_drafter(worker: Any) -> Module | WithDrafter:
+    """Return the live models of a rank as one, to look at."""
+    target, model = worker.get_model(), draft_model(worker)
+    return target if model is None else WithDrafter(target, model)
+
+
+class WithDrafter:
+    """A target and its drafter. The drafter's names begin with `draft.`; what it shares is the target's."""
+
+    def __init__(self, target: Module, drafter: DraftModel) -> None:
+        self._target, self._drafter = target, drafter
+
+    def named_modules(self) -> Iterator[tuple[str, Module]]:
+        """See `Module.named_modules`."""
+        yield from self._target.named_modules()
+        yield from ((f"{PREFIX}{name}" if name else PREFIX[:-1], one) for name, one in self._drafter.named_modules())
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Module.named_parameters`."""
+        yield from self._target.named_parameters()
+        yield from ((f"{PREFIX}{name}", value) for name, value in self._drafter.named_parameters())
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Module.named_buffers`."""
+        yield from self._target.named_buffers()
+        yield from ((f"{PREFIX}{name}", value) for name, value in self._drafter.named_buffers())
+
+
 @contextlib.contextmanager
 def _in_parts() -> Iterator[None]:
     # Of a drafter of several layers vLLM wants to see each in every call; where that cannot be turned off, it is said

@@ -63,6 +63,8 @@ class Incarnation:
         self.line = Line()
         self.trims_stops = self.can.trims_stops
         self.output_at = 0.0
+        speculative = getattr(llm.vllm_config, "speculative_config", None)
+        self._room = (llm.model_config.max_model_len, getattr(speculative, "num_speculative_tokens", None) or 0)
         self._closing = False
         self._legs: dict[str, VllmLeg] = {}
         self._entering: set[str] = set()
@@ -72,6 +74,7 @@ class Incarnation:
         self.pid = started.pids[0]
         self._shared = started.shared
         self.statistics = started.statistics
+        self._band = started.band
         self._pidfds = {pid: pidfd for pid in started.pids if (pidfd := hold(pid)) is not None}
         self._stamp_outputs()
         self._watch_for_the_end()
@@ -169,7 +172,7 @@ class Incarnation:
         name = request.request_id
         if name in self._entering or ((other := self._legs.get(name)) is not None and other.held):
             raise InvalidRequest(f"a request named {name} is already in replica {self.replica}", request=name)
-        params = sampling_params(request)
+        params = sampling_params(request, *self._room)
         self._entering.add(name)
         return await self.line.call(self._enter(request, params), late=VllmLeg.abort)
 
@@ -258,6 +261,7 @@ class Incarnation:
                 with contextlib.suppress(Exception):
                     core.join(_REAP_SECONDS)  # or it stays a zombie until this process starts another one
             unlink_unused(shared)
+            self._band.close()
             for pidfd in pidfds:
                 os.close(pidfd)
 

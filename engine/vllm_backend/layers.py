@@ -44,9 +44,16 @@ def derives(layer: Module, *, cpu: bool) -> str | None:
 
 
 def derives_from_others(layer: Module) -> bool:
-    """Whether a layer computes from other layers' parameters after each load, as latent attention does."""
-    # Plain attention has scales of its own only.
-    return is_attention(layer) and type(layer).__name__ != "Attention"
+    """Whether there is post-load work on a layer though nothing may have been loaded into it.
+
+    Latent attention computes from other layers' parameters; scales of a quantised cache that a version does not bring
+    are put back.
+    """
+    return is_attention(layer) and (type(layer).__name__ != "Attention" or _has_scales(layer))
+
+
+def _has_scales(layer: Module) -> bool:
+    return getattr(layer, "quant_method", None) is not None
 
 
 def is_attention(layer: Module) -> bool:

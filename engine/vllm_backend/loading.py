@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 from pitstop.engine.vllm_backend.drafter import Router, Together, asked_for, draft_config, draft_model, fill
-from pitstop.engine.vllm_backend.fingerprint import fingerprint
 from pitstop.engine.vllm_backend.planned import COPIED, PROVES, Knowledge, Live, Planned, Proving
 from pitstop.engine.vllm_backend.reload import Reload
 
@@ -139,11 +138,3 @@ def fill_drafter(worker: Any) -> None:
     if draft is not None and model is not None:
         # Not by a plan: this is no version, and proves none.
         fill(Reload(model, draft_config(worker), worker.device, whole=True), Router(draft, model))
-
-
-def fingerprints(worker: Any) -> dict[str, str]:
-    """Say what the live models of this rank hold. A drafter's names begin with `draft.`; what it shares is left out."""
-    found = fingerprint(worker.get_model())
-    if (model := draft_model(worker)) is not None:
-        found |= {f"draft.{name}": value for name, value in fingerprint(model).items()}
-    return found

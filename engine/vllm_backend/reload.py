@@ -136,10 +136,24 @@ class Reload:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         with self._inside():
+            self._reset_scales()
             finalize_layerwise_reload(self._part, self.config.model_config)
             if self.device.type == "cpu":
                 self._repack()
         _synchronize(self.device)
+
+    def _reset_scales(self) -> None:
+        """Have scales of the KV cache that this version does not bring be what a checkpoint without them gives."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        # Those that the engine computes from its first requests are computed once.
+        if getattr(self.config.cache_config, "calculate_kv_scales", False):
+            return
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load() and is_attention(layer) and getattr(layer, "quant_method", None) is not None:
+                # vLLM leaves a layer alone of which it has loaded nothing, and creates the scales anew otherwise.
+                info.load_numel = max(info.load_numel, 1)
 
     def _repack(self) -> None:
         """Repeat packing that a reload leaves out on the CPU."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pitstop.engine.errors import InvalidRequest
 from pitstop.engine.request import FinishReason, Request
+from pitstop.engine.vllm_backend.config import request_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -14,8 +15,8 @@ FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "
 """vLLM's finish reasons in Pitstop's words; what is not here is an error."""
 
 
-def sampling_params(request: Request) -> Any:
-    """Return vLLM's `SamplingParams` for a request.
+def sampling_params(request: Request, max_model_len: int, lookahead: int) -> Any:
+    """Return vLLM's `SamplingParams` for a request to an engine that drafts `lookahead` tokens ahead.
 
     Raises:
         InvalidRequest: vLLM does not accept the combination.
@@ -23,10 +24,13 @@ def sampling_params(request: Request) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     asked = request.params
+    most = request_tokens(
+        request.max_tokens, len(request.prompt_token_ids), max_model_len, lookahead, cap=bool(lookahead)
+    )
     try:
         return SamplingParams(
-            max_tokens=request.max_tokens,
-            min_tokens=asked.min_tokens,
+            max_tokens=most,
+            min_tokens=min(asked.min_tokens, most) if lookahead else asked.min_tokens,
             temperature=asked.temperature,
             top_p=asked.top_p,
             top_k=asked.top_k,

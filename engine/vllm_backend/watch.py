@@ -30,7 +30,10 @@ class Carried(dict[str, Any]):
 
 
 def _arrived(content: dict[str, Any]) -> Carried:
-    start_watch()
+    if start_watch():
+        # Here, and not in the environment that the process is started with: that is the whole frontend's, whose other
+        # engines start at the same time. Nothing has looked for a GPU yet.
+        os.environ.update(content.get("environment", {}))
     return Carried(content)
 
 

@@ -11,18 +11,32 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
+from socket import gethostname
 from time import perf_counter
 from typing import Any
 
 import msgspec
 
-from pitstop.engine.errors import ErrorRecord, LocalError, PitstopError, ProtocolViolation, WorkerFailed
-from pitstop.engine.vllm_backend.loading import fill_drafter, fingerprints, learn, loading, ways
+from pitstop.engine.errors import (
+    ErrorRecord,
+    LocalError,
+    PitstopError,
+    ProtocolViolation,
+    UnsupportedPolicy,
+    WorkerFailed,
+)
+from pitstop.engine.vllm_backend.drafter import with_drafter
+from pitstop.engine.vllm_backend.fingerprint import Reading, fingerprint, readable
+from pitstop.engine.vllm_backend.loading import fill_drafter, learn, loading, ways
 from pitstop.engine.vllm_backend.sink import LoadingSink
 from pitstop.engine.vllm_backend.watch import start_watch
 from pitstop.engine.worker_ports import Receiver, Ticket, WorkerLayout, WorkerOp, WorkerReply
 
 _log = logging.getLogger(__name__)
+
+_CHUNK_SECONDS = 5.0
+"""How long the reading of one chunk may take. It is milliseconds."""
 
 # A process that was forked has unpacked nothing; see `Carried`.
 if multiprocessing.parent_process() is not None:
@@ -88,6 +102,7 @@ class WorkerSide:
         self._worker = worker
         self._landings: dict[str, Landing] = {}
         self._busy = threading.Lock()
+        self._reading: Reading | None = None
         extra = worker.vllm_config.additional_config
         ours = extra.get("pitstop", {}) if isinstance(extra, dict) else {}
         self._tied: dict[str, str] = ours.get("tied", {})
@@ -111,7 +126,9 @@ class WorkerSide:
     def describe(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Say where this rank is. Replica and incarnation are the backend's to add."""
         world, device = self._worker.vllm_config.parallel_config.world_size, self._worker.device
-        layout = WorkerLayout("", 0, self._worker.rank, world, os.getpid(), str(device), *_memory(device))
+        layout = WorkerLayout(
+            "", 0, self._worker.rank, world, os.getpid(), str(device), *_memory(device), _node(device), gethostname()
+        )
         return replace(reply, layout=layout)
 
     def learn(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
@@ -130,6 +147,7 @@ class WorkerSide:
             raise ProtocolViolation(f"{len(mine)} tickets for rank {self._worker.rank}, not one")
         if op.refit_id in self._landings:
             raise ProtocolViolation(f"refit {op.refit_id} is already being received")
+        self._cut_short()
         sink = LoadingSink(mine[0], loading(self._worker), self._tied, self._busy)
         self._landings[op.refit_id] = Landing(mine[0], sink)
         return reply
@@ -142,6 +160,7 @@ class WorkerSide:
 
     def apply(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Put what landed into the live parameters."""
+        self._cut_short()
         self._landing(op).sink.apply()
         return reply
 
@@ -157,14 +176,52 @@ class WorkerSide:
             landing.undo()
         return reply
 
-    def fingerprint(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
-        """Say what the live model holds."""
-        return replace(reply, fingerprint=fingerprints(self._worker))
+    def fingerprint(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
+        """Say what the live models hold: now, or as soon as it has been read beside the engine's steps."""
+        models = with_drafter(self._worker)
+        if not op.refit_id:
+            return replace(reply, fingerprint=fingerprint(models), seen=readable(models)[1])
+        if self._reading is None or self._reading.name != op.refit_id:
+            self._cut_short()
+            balanced = bool(getattr(self._worker.vllm_config.parallel_config, "enable_eplb", False))
+            self._reading = Reading(op.refit_id, models, self._worker.device, balanced=balanced)
+            return reply
+        return self._reading.answer(reply)
 
     def drafter(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Load a frozen drafter from its checkpoint: its memory holds nothing yet, or nothing any more."""
+        self._cut_short()
         with self._busy:
             fill_drafter(self._worker)
+        return reply
+
+    def interrupt(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
+        """Read nothing any more."""
+        self._cut_short()
+        if self._reading is not None:
+            self._reading.ended(_CHUNK_SECONDS)
+        return reply
+
+    def _cut_short(self) -> None:
+        if self._reading is not None:
+            self._reading.interrupt()
+
+    def start_profile(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
+        """Have vLLM's profiler record."""
+        return self._profile(reply, begins=True)
+
+    def stop_profile(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
+        """Have it write what it has."""
+        return self._profile(reply, begins=False)
+
+    def _profile(self, reply: WorkerReply, *, begins: bool) -> WorkerReply:
+        config = getattr(self._worker.vllm_config, "profiler_config", None)
+        if getattr(config, "profiler", None) is None:
+            raise UnsupportedPolicy(
+                "this engine has no profiler: launch it with engine_args={'profiler_config': {'profiler': 'torch', "
+                "'torch_profiler_dir': ...}}"
+            )
+        self._worker.profile(is_start=begins)
         return reply
 
     def release(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
@@ -203,6 +260,21 @@ def _memory(device: Any) -> tuple[str, int]:
     import torch
 
     return f"cuda:{torch.cuda.get_device_properties(device).uuid}", torch.cuda.mem_get_info(device)[0]
+
+
+def _node(device: Any, root: str = "/sys/bus/pci/devices") -> int | None:
+    """Say which NUMA node a GPU is at, where torch and the kernel know."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    found: Any = torch.cuda.get_device_properties(device)
+    try:
+        bus = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        node = int(Path(root, bus, "numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
+        return None
+    return node if node >= 0 else None
 
 
 def _record(error: Exception, op: WorkerOp, rank: int) -> ErrorRecord:

@@ -15,8 +15,8 @@ from pitstop.engine.staging import Stage, Staging, StagingBegan, StagingDropped,
 EVENTS: list[lc.Event] = [
     lc.BootedWith(0), lc.BootedEmpty(), lc.RefitOffered("r", 1), lc.DeltaOffered("r", 1, 0), lc.Suspended(2),
     lc.WeightsLanded(), lc.Finalized(1), lc.Resumed(), lc.FailedClean("x"), lc.FailedUncommitted("x"),
-    lc.FailedQuarantined("x"), lc.FailedTorn("x"), lc.SleepAsked(1), lc.WokenWhole(), lc.WokenEmpty(),
-    lc.Died("x"), lc.RestartAsked(), lc.StopAsked(),
+    lc.FailedQuarantined("x"), lc.FailedTorn("x"), lc.DriftFound("x"), lc.SleepAsked(1), lc.WokenWhole(),
+    lc.WokenEmpty(), lc.Died("x"), lc.RestartAsked(), lc.StopAsked(),
 ]  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def test_no_sequence_of_events_serves_weights_that_were_not_committed(events: li
             continue
         if isinstance(event, lc.BootedWith) or do is Do.COMMIT:
             proven = True
-        if do in (Do.REVOKE, Do.BURY, Do.BOOT) or isinstance(event, lc.BootedEmpty | lc.WokenEmpty):
+        if do in (Do.REVOKE, Do.PARK, Do.BURY, Do.BOOT) or isinstance(event, lc.BootedEmpty | lc.WokenEmpty):
             proven = False
         # A failed replica that was idle or quarantined never comes back as if its commit stood: drivers post
         # FailedClean only when the ledger has a commit, which is what `proven` stands for here.

@@ -16,7 +16,7 @@ from pitstop.telemetry.observer import REFITTING, SPAN_OF
 from tests.telemetry.builders import Recorder, attributes, context, parent_id, refit_work
 
 ROWS = sorted(((p, e.__name__, after) for (p, e), (after, _) in TABLE.items()), key=lambda row: (row[0].value, row[1]))
-FAILURES = {"FailedClean", "FailedUncommitted", "FailedQuarantined", "FailedTorn", "Died"}
+FAILURES = {"FailedClean", "FailedUncommitted", "FailedQuarantined", "FailedTorn", "DriftFound", "Died"}
 
 
 @dataclass
