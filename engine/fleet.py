@@ -381,8 +381,7 @@ class Fleet(Owned):
         Args:
             source: folder of a checkpoint to recover from.
             weight_version: the version it holds; by default the fleet's, and then its content must be the same.
-            cast: as in `refit`.
-            vocabulary: as in `refit`.
+            cast, vocabulary: as in `refit`.
             policy: fate of requests in flight on replicas that serve another version.
             deadlines: limits of that refit.
             rebase: the version may be below the fleet's; later ones are counted from it.

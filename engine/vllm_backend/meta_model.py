@@ -17,12 +17,12 @@ def from_meta_model(folder: Path, *, trust_remote_code: bool = False) -> Invento
         CheckpointUnreadable: transformers does not know the architecture.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model = _kind(config).from_config(config, trust_remote_code=trust_remote_code)
         content = _as_saved(model)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise CheckpointUnreadable(f"{folder}: transformers cannot build the model: {error}") from error
@@ -32,6 +32,16 @@ def from_meta_model(folder: Path, *, trust_remote_code: bool = False) -> Invento
     ]
     said = {"tie_word_embeddings": bool(getattr(config.get_text_config(), "tie_word_embeddings", False))}
     return inventory(specs, read_config(folder) | said)
+
+
+def _kind(config: Any) -> Any:
+    """Return what builds the model that a checkpoint of this configuration was saved from."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    whole = any(str(name).endswith("ForConditionalGeneration") for name in config.architectures or ())
+    # Some vision-language models are known to the other one too, but as their text part alone.
+    known = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if whole and known else AutoModelForCausalLM
 
 
 def _as_saved(model: Any) -> dict[str, Any]:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pitstop.engine import Outcome, RolloutEngine, SamplingParams, errors
+from pitstop.engine.refit import route
 from pitstop.engine.vllm_backend.inventory import from_headers
 from pitstop.engine.vllm_backend.meta_model import from_meta_model
-from pitstop.engine.worker_ports import Mode
+from pitstop.engine.worker_ports import Mode, Offer
 from pitstop.transports import Buffers
+from pitstop.transports.sources import TensorSource
 from tests.checkpoints import FAMILIES, ROUTER_BIAS, VOCAB
 from tests.conftest import Checkpoint
 from tests.e2e.conftest import Launch
@@ -137,6 +139,49 @@ def test_a_model_without_weights_has_the_inventory_of_its_checkpoint(
     made, read = from_meta_model(stored), from_headers(stored)
     assert {spec.name: spec for spec in made.tensors} == {spec.name: spec for spec in read.tensors}
     assert (made.tied, set(made.vocabulary)) == (read.tied, set(read.vocabulary))
+
+
+def vision_language(kind: str) -> Any:
+    """A tiny model of transformers that sees, with weights."""
+    import torch
+    from transformers import AutoModelForImageTextToText, Gemma3Config, LlavaConfig, Qwen2_5_VLConfig
+
+    text = {
+        "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+        "intermediate_size": 128, "vocab_size": VOCAB,
+    }  # fmt: skip
+    vision = {"hidden_size": 32, "intermediate_size": 64, "image_size": 28, "patch_size": 14}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {
+        "gemma3": lambda: Gemma3Config(text_config=text, vision_config={**vision, **layers}),
+        "llava": lambda: LlavaConfig(text_config={**text, "model_type": "llama"}, vision_config={
+            **vision, **layers, "model_type": "clip_vision_model",
+        }),
+        "qwen2_5_vl": lambda: Qwen2_5_VLConfig(text_config=text, vision_config={
+            "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "depth": 1, "num_heads": 2,
+        }),
+    }[kind]()  # fmt: skip
+    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llava", "qwen2_5_vl"])
+def test_b11_a_vision_language_module_fits_its_checkpoint_though_its_names_are_others(
+    tmp_path: Path, kind: str
+) -> None:
+    model = vision_language(kind)
+    model.save_pretrained(tmp_path)
+    read, made = from_headers(tmp_path), from_meta_model(tmp_path)
+    assert {spec.name: spec for spec in made.tensors} == {spec.name: spec for spec in read.tensors}
+    assert (made.tied, set(made.vocabulary)) == (read.tied, set(read.vocabulary))
+    source = TensorSource(model.state_dict().items())
+    stored = {spec.name for spec in read.tensors}
+    assert {spec.name for spec in source.specs()} - stored - read.tied.keys() != set()
+    manifest = route(Offer("r", 1, source.specs()), read)
+    tensors = dict(model.state_dict())
+    saved = content(tmp_path)
+    for row in manifest.rows:
+        if row.spec.name in stored:
+            assert saved[row.spec.name].equal(tensors[source.specs()[row.index].name]), row.spec.name
 
 
 def half(checkpoint: Checkpoint, family: str, seed: int) -> RolloutEngine:
