@@ -136,7 +136,7 @@ class Publisher:
         wishes = dict(deadlines or {})
         judge(weight_version, cast, policy, wishes, mode)
         wishes = {name: float(seconds) for name, seconds in wishes.items()}
-        source = source_of(what)
+        source = source_of(what, keep=self._link.sends)
         try:
             offer = Offer(
                 uuid4().hex[:16], weight_version, source.specs(), cast, None, dict(headers or {}), device_of(source)
