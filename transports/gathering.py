@@ -48,7 +48,8 @@ class Declared:
 def gathered(parts: Sequence[Part], *, keep: bool) -> Source:
     """Make every tensor whole, on every rank of its mesh, and return the source of it.
 
-    Where `keep`, what was gathered or merged is kept in memory of the host: on a device there is one at a time.
+    Where `keep`, what was gathered or merged is kept in memory of the host, apart from the trainer's: on a device there
+    is one at a time.
 
     Raises:
         PublishOrder: the ranks do not have the same tensors in the same order. Nothing was gathered.
@@ -94,7 +95,16 @@ def _made(part: Part, tensors: Sequence[Tensor]) -> Tensor:
     if part.delta is not None:
         whole, up, down = tensors
         return merge(part.name, whole, Delta(up, down, part.delta.scaling, part.delta.transposed)).cpu()
-    return tensors[0].cpu() if spread(part.tensor) else tensors[0]
+    if not spread(part.tensor):
+        return part.tensor
+    kept, mine = tensors[0].cpu(), _local(part.tensor)
+    # What one rank holds all of is not copied by a gather.
+    return kept.clone() if kept.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr() else kept
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.detach().to_local()
+    return local
 
 
 def _spec(part: Part) -> TensorSpec:

@@ -274,7 +274,7 @@ REFUSED: dict[Callable[[Any], None], str] = {
     _alone: "lora_A without its lora_B", _headless: "lora_B without its lora_A",
     _shape: r"is \(24, 16\), and its adapter is for \(23, 16\)", _ranks: "no pair of matrices",
     _quantised: "uint8", _unscaled: "how it is scaled", _wild: "scaled by inf", _homeless: "no proj.weight",
-    _kind: "Tuned, which is no LoRA layer", _other_kind: "no LoRA layer", _other_kind: "no LoRA layer", _parameter: "gate_up_proj",
+    _kind: "Tuned, which is no LoRA layer", _other_kind: "no LoRA layer", _parameter: "gate_up_proj",
 }  # fmt: skip
 
 

@@ -98,6 +98,10 @@ class Small(nn.Module):
         self.norm = nn.LayerNorm(16)
         self.head = nn.Linear(16, 37, bias=False)
 
+    def forward(self, words: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.conv(torch.relu(self.proj(self.embed(words))))))
+        return logits
+
 
 def tuned(*adapters: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Wrapped:
     """Return a small model in which all but the norm is trained by every adapter."""
