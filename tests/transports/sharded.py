@@ -50,7 +50,7 @@ def whole(model: Any, wanted: str) -> dict[str, str]:
 
     from tests.transports.children import sha
 
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    state: dict[str, Any] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     return {name: sha(tensor.to(getattr(torch, wanted))) for name, tensor in state.items()}
 
 
