@@ -64,11 +64,11 @@ class Publisher:
 
         A trainer of `world_size` ranks connects with each `rank`. Rank 0 sends; on the others `publish` takes part
         without sending, and the handle ends with the same report or error. The contract: every rank calls `publish`
-        for the same versions in the same order, and connects anew when rank 0 does. An iterable is read to its end
-        inside `publish`, on every rank, in the calling thread: tensors that it gathers on the trainer's own group
-        are gathered in the same order everywhere, and no training step runs meanwhile. So every rank must give its
-        tensors whole and in the same order; what the others give is read, and dropped. Several such trainers at
-        one engine keep apart by `group`.
+        for the same versions in the same order, and connects anew when rank 0 does. DTensors are gathered inside
+        `publish`, in the calling thread, one at a time, in step on all ranks, and kept by rank 0. An iterable is read
+        to its end there too, on every rank: one that gathers by itself has to gather in the same order everywhere and
+        to give its tensors whole; what the others give is dropped. No training step runs meanwhile. Several such
+        trainers at one engine keep apart by `group`.
 
         Raises:
             PeerLost: no engine answers there.
@@ -129,6 +129,8 @@ class Publisher:
 
         Raises:
             OfferRejected, CheckpointUnreadable: it cannot be read; names the tensor or the file.
+            AdapterRejected: its adapter cannot be merged; names the layer.
+            PublishOrder: the ranks' DTensors differ in names, dtypes, shapes or order.
             InvalidRequest, UnsupportedPolicy: an argument that cannot be.
             EngineClosed: the publisher is closed.
             PeerLost: the engine is gone.
