@@ -18,6 +18,7 @@ RECORDS = ("errors", "lifecycle", "staging", "ledger", "request", "worker_ports"
 PURE = (*RECORDS, "ports")
 DRIVERS = (
     "fleet",
+    "adapters",
     "recovery",
     "upkeep",
     "coordinator",

@@ -13,7 +13,8 @@ import msgspec
 from pitstop.engine.errors import EngineClosed, PitstopError, WorkerFailed, from_record
 from pitstop.engine.ports import Booted
 from pitstop.engine.refit import Policy
-from pitstop.engine.request import Request
+from pitstop.engine.request import Adapter, Request
+from pitstop.engine.vllm_backend.adapters import load, unload
 from pitstop.engine.vllm_backend.boot import Abandoned, Boot, Settings, Started, StartMethod, start_engine
 from pitstop.engine.vllm_backend.incarnation import Incarnation
 from pitstop.engine.vllm_backend.leg import VllmLeg
@@ -166,6 +167,14 @@ class VllmBackend:
             f"run {op.verb} in its workers", life.llm.collective_rpc("pitstop_call", args=(sent,))
         )
         return [msgspec.msgpack.decode(answer, type=WorkerReply) for answer in answers]
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """See `ports.AdapterHost`."""
+        await load(self._alive(), adapter)
+
+    async def unload_adapter(self, adapter: Adapter) -> None:
+        """See `ports.AdapterHost`."""
+        await unload(self._alive(), adapter)
 
     async def label(self, weight_version: int) -> None:
         """Have vLLM's own outputs and spans say the version, where it can."""
