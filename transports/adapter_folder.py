@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -42,9 +43,8 @@ def write_adapter(folder: Path, given: Given, config: Mapping[str, Any] | None, 
     base = {spec.name: torch.empty(spec.shape, dtype=torch.float32, device="meta") for spec in model}
     pairs: dict[str, Tensor] = {}
     ranks = []
-    whole = dict(base)
     for part in merged_tensors(base, tensors, config).parts:
-        if part.tensor is not whole[part.name]:
+        if part.tensor is not base[part.name]:
             raise AdapterRejected(
                 f"{part.name} is trained whole, which engines do not run beside theirs: publish it merged",
                 tensor=part.name,
@@ -71,8 +71,12 @@ def write_adapter(folder: Path, given: Given, config: Mapping[str, Any] | None, 
         "target_modules": targets,
     }  # fmt: skip
     folder.mkdir(mode=0o700)
-    save_file(pairs, folder / _TENSORS)
-    (folder / _CONFIG).write_text(json.dumps(told))
+    try:
+        save_file(pairs, folder / _TENSORS)
+        (folder / _CONFIG).write_text(json.dumps(told))
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
