@@ -21,7 +21,7 @@ from pitstop.engine.job import bounded
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.ports import AdapterHost
 from pitstop.engine.replica import Replica
-from pitstop.engine.request import Adapter, Life
+from pitstop.engine.request import Adapter
 
 log = logging.getLogger("pitstop.engine")
 
@@ -141,7 +141,7 @@ class Adapters:
         """Have old versions leave that nobody runs on."""
         if not self._retired:
             return
-        used = {flight.adapter for flight in self._using if flight.life.life is not Life.ENDED}
+        used = {flight.adapter for flight in self._using}
         for adapter in self._retired - used:
             self._retired.discard(adapter)
             task = asyncio.create_task(self._leave(adapter), name=f"pitstop-adapter-{adapter.number}")

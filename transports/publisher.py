@@ -118,14 +118,14 @@ class Publisher:
         """Offer weights as `weight_version`; return at once.
 
         What is published (named tensors, a mapping, a module, or a checkpoint's path) must stay unchanged until
-        `handle.sent` is set. Several may be under way: the engine takes the latest. `cast="inventory"` casts
-        floating-point tensors to the dtypes of the engine's checkpoint. `policy` is what becomes of requests in
-        flight (keep, recompute, wait, abort), `deadlines` are limits of this refit in seconds (suspend, drain,
-        receive, receive_per_gib, finalize, resume, control, silence); the engine's own count where unset. `mode`
-        is where replicas receive (auto, staged, in_place: `pitstop.engine.refit.RefitOptions`). `headers` are the W3C
-        context that the send belongs to. A trainer that has begun its count of versions anew says so with
-        `rebase=True`, once: the version need not be above the committed one (else `StaleVersion` is what the handle
-        raises), and later versions are counted from it.
+        `handle.sent` is set. A module that PEFT has wrapped is sent with its adapter merged in. Several may be under
+        way: the engine takes the latest. `cast="inventory"` casts floating-point tensors to the dtypes of the engine's
+        checkpoint. `policy` is what becomes of requests in flight (keep, recompute, wait, abort), `deadlines` are
+        limits of this refit in seconds (suspend, drain, receive, receive_per_gib, finalize, resume, control, silence);
+        the engine's own count where unset. `mode` is where replicas receive (auto, staged, in_place:
+        `pitstop.engine.refit.RefitOptions`). `headers` are the W3C context that the send belongs to. A trainer that
+        has begun its count of versions anew says so with `rebase=True`, once: the version need not be above the
+        committed one (else `StaleVersion` is what the handle raises), and later versions are counted from it.
 
         Raises:
             OfferRejected, CheckpointUnreadable: it cannot be read; names the tensor or the file.

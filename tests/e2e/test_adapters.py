@@ -185,7 +185,7 @@ async def test_an_adapter_that_cannot_be_leaves_everything_as_it_was(launch: Lau
             (tmp_path / "absent", None, errors.CheckpointUnreadable, "absent"),
         ):
             with pytest.raises(error, match=why):
-                await engine.refit_adapter("math", source, config, weight_version=4)  # type: ignore[arg-type]
+                await engine.refit_adapter("math", source, config, weight_version=4)
             assert engine.adapters == {"math": 3}
         with pytest.raises(errors.StaleVersion, match="version 3 of adapter math is not above 3"):
             await engine.refit_adapter("math", good, CONFIG, weight_version=3)
