@@ -25,3 +25,14 @@ async def load(life: Incarnation, adapter: Adapter) -> None:
 async def unload(life: Incarnation, adapter: Adapter) -> None:
     """Have an engine forget an adapter; that it has none of that number is as well."""
     await life.call(f"unload adapter {adapter.name}", life.llm.engine_core.remove_lora_async(adapter.number))
+
+
+async def unload_all(life: Incarnation) -> None:
+    """Have an engine forget every adapter, so that the next request that names one loads it again.
+
+    The memory in which adapters run is neither a parameter nor a buffer: a sleep that discards weights discards it too,
+    and vLLM would go on taking it for loaded.
+    """
+    if life.llm.vllm_config.lora_config is not None:
+        for number in await life.call("list its adapters", life.llm.engine_core.list_loras_async()):
+            await life.call("unload its adapters", life.llm.engine_core.remove_lora_async(number))

@@ -14,7 +14,7 @@ from pitstop.engine.errors import EngineClosed, PitstopError, WorkerFailed, from
 from pitstop.engine.ports import Booted
 from pitstop.engine.refit import Policy
 from pitstop.engine.request import Adapter, Request
-from pitstop.engine.vllm_backend.adapters import load, unload
+from pitstop.engine.vllm_backend.adapters import load, unload, unload_all
 from pitstop.engine.vllm_backend.boot import Abandoned, Boot, Settings, Started, StartMethod, start_engine
 from pitstop.engine.vllm_backend.incarnation import Incarnation
 from pitstop.engine.vllm_backend.leg import VllmLeg
@@ -185,6 +185,8 @@ class VllmBackend:
     async def sleep(self, level: int) -> None:
         """Give memory back. The engine is suspended, and what it holds stays held."""
         life = self._alive()
+        if level >= 2:
+            await unload_all(life)
         await life.call("sleep", life.llm.sleep(level, mode="keep"))
         if level >= 1:
             self._asleep = {_WEIGHTS, _KV_CACHE}

@@ -144,6 +144,32 @@ async def test_a_replica_that_was_started_anew_runs_the_adapters_that_it_missed(
         assert (await tokens(engine, "math"))[0] == wanted
 
 
+async def test_more_adapters_than_an_engine_holds_are_loaded_when_they_are_named(launch: Launch) -> None:
+    async with launch("llama", 0, **LORA) as engine:
+        wanted = {}
+        for seed in range(1, 5):
+            await engine.refit_adapter(f"a{seed}", adapter(seed), CONFIG, weight_version=1)
+            wanted[f"a{seed}"] = (await tokens(engine, f"a{seed}"))[0]
+        assert len({tuple(said) for said in wanted.values()}) == 4
+        life: Any = engine.replicas[0].backend
+        assert len(list(await life._life.llm.engine_core.list_loras_async())) == 2
+        assert {name: (await tokens(engine, name))[0] for name in wanted} == wanted
+
+
+async def test_a_sleep_that_discards_weights_discards_adapters_which_are_loaded_again(
+    launch: Launch, checkpoint: Checkpoint
+) -> None:
+    async with launch("llama", 0, **LORA) as engine:
+        await engine.refit_adapter("math", adapter(1), CONFIG, weight_version=1)
+        wanted, _ = await tokens(engine, "math")
+        life: Any = engine.replicas[0].backend
+        await engine.sleep(2)
+        assert not await life._life.llm.engine_core.list_loras_async()
+        await engine.wake_up()
+        await engine.refit(checkpoint("llama", 0), weight_version=1)
+        assert await tokens(engine, "math") == (wanted, 0)
+
+
 async def test_an_adapter_from_its_folder_is_scaled_as_its_config_says(
     launch: Launch, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
