@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from pitstop.engine.errors import CheckpointUnreadable
-from pitstop.engine.vllm_backend.arguments import engine_arguments
+from pitstop.engine.vllm_backend.arguments import EngineArgumentRejected, engine_arguments
+from pitstop.engine.vllm_backend.capabilities import refits_beneath_adapters
 from pitstop.engine.vllm_backend.inventory import from_headers
 from pitstop.engine.vllm_backend.meta_model import from_meta_model
 from pitstop.engine.vllm_backend.processes import children_of_thread, descendants, hold, kill, segments
@@ -130,6 +131,12 @@ def start_engine(settings: Settings, boot: Boot[Started]) -> Started:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     boot.check()
+    if settings.engine_args.get("enable_lora") and not refits_beneath_adapters():
+        raise EngineArgumentRejected(
+            "the installed vLLM cannot load weights into layers that run adapters, so that every refit would fail: "
+            "leave enable_lora out and publish models with their adapters merged in",
+            argument="enable_lora",
+        )
     known = [item.name for item in fields(AsyncEngineArgs)]
     tied = {} if inventory is None else inventory.tied
     arguments = engine_arguments(settings.model, settings.engine_args, known, tied)

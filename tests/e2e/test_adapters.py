@@ -221,6 +221,16 @@ async def test_an_adapter_that_cannot_be_leaves_everything_as_it_was(launch: Lau
         assert all(replica.phase.value == "serving" for replica in engine.replicas)
 
 
+async def test_an_engine_that_could_not_be_refitted_beneath_its_adapters_does_not_start(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pitstop.engine.vllm_backend.arguments import EngineArgumentRejected
+
+    monkeypatch.setattr("pitstop.engine.vllm_backend.boot.refits_beneath_adapters", lambda: False)
+    with pytest.raises(EngineArgumentRejected, match="publish models with their adapters merged in"):
+        await launch("llama", 0, **LORA).__aenter__()
+
+
 async def test_an_engine_that_was_launched_without_adapters_says_how_to_launch_it(launch: Launch) -> None:
     async with launch("llama", 0) as engine:
         with pytest.raises(errors.UnsupportedPolicy, match="enable_lora"):
