@@ -7,8 +7,9 @@
     │   ├── OfferRejected         a refit whose tensors do not fit the inventory
     │   │   ├── MissingTensors, UnexpectedTensors, RepeatedTensors
     │   │   ├── ShapeMismatch, DtypeMismatch, TiedTensorsDiffer
+    │   │   ├── AdapterRejected
     │   │   └── StaleVersion
-    │   ├── CheckpointUnreadable, KeyUnreadable
+    │   ├── CheckpointUnreadable, KeyUnreadable, MergeUnproven
     │   ├── EngineClosed, NotServing, UnsupportedPolicy, PublishOrder
     │   ├── EngineArgumentRejected  (in `vllm_backend`)
     │   └── AlreadyConfigured       (in `pitstop.telemetry`)
@@ -173,6 +174,18 @@ class StaleVersion(OfferRejected):
     """Raised when an offered version is not newer than the newest one accepted."""
 
     slug = "stale_version"
+
+
+class AdapterRejected(OfferRejected):
+    """Raised when an adapter cannot be merged into the tensors it is for. Fields: tensor (or the layer)."""
+
+    slug = "adapter_rejected"
+
+
+class MergeUnproven(LocalError):
+    """Raised when a tensor with its adapter merged in is not what the two compute, or not finite. Fields: tensor."""
+
+    slug = "merge_unproven"
 
 
 class DeadlineExceeded(RemoteError):

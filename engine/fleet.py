@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 import anyio
 import anyio.to_thread
 
+from pitstop.engine.adapters import Adapters
 from pitstop.engine.coordinator import Again, Coordinator, Delivery, Make
 from pitstop.engine.errors import (
     DeadlineExceeded,
@@ -26,7 +27,7 @@ from pitstop.engine.errors import (
 )
 from pitstop.engine.flight import Flight
 from pitstop.engine.handle import RefitHandle
-from pitstop.engine.intake import Intake
+from pitstop.engine.intake import Intake, Terms
 from pitstop.engine.ledger import Ledger, Place
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.owned import Owned
@@ -85,7 +86,8 @@ class Fleet(Owned):
         self._services = services
         self._context = context
         newest = self._newest
-        self._intake = Intake(renderer, self._admit, observer, context, labels or {}, newest)
+        self._adapters = Adapters(self.replicas)
+        self._intake = Intake(renderer, self._admit, observer, context, labels or {}, newest, self._adapters)
         self._supervisor: asyncio.Task[None] | None = None
         self._stop: asyncio.Event | None = None
         self._failure: PitstopError | None = None
@@ -95,6 +97,11 @@ class Fleet(Owned):
     def weight_version(self) -> int | None:
         """The oldest version that any replica serves; None while none does."""
         return self._ledger.oldest
+
+    @property
+    def adapters(self) -> Mapping[str, int]:
+        """The adapters that requests may name, and which version of each they would get now."""
+        return self._adapters.versions
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -217,8 +224,12 @@ class Fleet(Owned):
         session_id: str | None = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
+        adapter: str | None = None,
     ) -> Stream:
         """Stream one request's tokens as they are made.
+
+        Args:
+            adapter: name of an adapter (`adapters`); the request gets the version that is there when it is admitted.
 
         Returns:
             An async iterator of `Chunk`; it starts when first iterated and is aborted when left.
@@ -227,7 +238,7 @@ class Fleet(Owned):
             InvalidRequest: the prompt or the parameters cannot run. EngineClosed: outside `async with`.
             Iterating raises ReplicaDied, NotServing, ... after the last chunk.
         """
-        return Stream(self._flight(prompt, params, session_id, priority, trace_headers, deltas=True))
+        return Stream(self._flight(prompt, params, Terms(session_id, priority, trace_headers, adapter), deltas=True))
 
     def generate_async(
         self,
@@ -237,6 +248,7 @@ class Fleet(Owned):
         session_id: str | None = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
+        adapter: str | None = None,
     ) -> Completions:
         """Complete several prompts.
 
@@ -254,8 +266,10 @@ class Fleet(Owned):
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(each)} sampling parameters for {len(prompts)} prompts")
 
+        terms = Terms(session_id, priority, trace_headers, adapter)
+
         def starter(prompt: Prompt, one: SamplingParams | None) -> Callable[[], Completion | Flight]:
-            return lambda: self._flight_or_error(prompt, one, session_id, priority, trace_headers)
+            return lambda: self._flight_or_error(prompt, one, terms)
 
         return Completions([starter(p, one) for p, one in zip(prompts, each, strict=True)], self._decode)
 
@@ -284,29 +298,13 @@ class Fleet(Owned):
             flight.cut()
         return len(chosen)
 
-    def _flight(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        session_id: str | None,
-        priority: int,
-        trace_headers: Mapping[str, str] | None,
-        *,
-        deltas: bool,
-    ) -> Flight:
+    def _flight(self, prompt: Prompt, params: SamplingParams | None, terms: Terms, *, deltas: bool) -> Flight:
         self._must_be_open()
-        return self._intake.flight(prompt, params, session_id, priority, trace_headers, self._booted(), deltas=deltas)
+        return self._intake.flight(prompt, params, terms, self._booted(), deltas=deltas)
 
-    def _flight_or_error(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        session_id: str | None,
-        priority: int,
-        trace_headers: Mapping[str, str] | None,
-    ) -> Completion | Flight:
+    def _flight_or_error(self, prompt: Prompt, params: SamplingParams | None, terms: Terms) -> Completion | Flight:
         try:
-            return self._flight(prompt, params, session_id, priority, trace_headers, deltas=False)
+            return self._flight(prompt, params, terms, deltas=False)
         except InvalidRequest as error:
             return self._intake.refused(error)
 
@@ -315,7 +313,8 @@ class Fleet(Owned):
             replica = await self._router.admit(flight.session_id, flight.waits)
             try:
                 with replica.gate.lease() as commit:
-                    leg = await self._submit(replica, flight.request(f"w{commit.weight_version}.{commit.number}"))
+                    salt = self._adapters.salted(flight, f"w{commit.weight_version}.{commit.number}")
+                    leg = await self._submit(replica, flight.request(salt))
                     flight.boarded(replica, leg, commit.place)
             except ReplicaDied as error:
                 # No engine had accepted it, so nothing of it is lost: another replica may take it.

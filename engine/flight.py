@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from pitstop.engine.errors import EngineClosed, IllegalEvent, PitstopError, ReplicaDied
 from pitstop.engine.ledger import Place
 from pitstop.engine.ports import Leg, Observer, Scalar, Work
-from pitstop.engine.request import Life, Piece, Request, RequestLife, SamplingParams, Span
+from pitstop.engine.request import Adapter, Life, Piece, Request, RequestLife, SamplingParams, Span
 
 
 class Berth(Protocol):
@@ -52,6 +52,9 @@ class Flight:
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, Scalar] = field(default_factory=dict)
     newest: Callable[[], Place | None] = lambda: None
+    adapter_name: str | None = None
+    adapter: Adapter | None = None
+    left: Callable[[Flight], None] = lambda _: None
     leg: Leg | None = None
     berth: Berth | None = None
     failure: PitstopError | None = None
@@ -80,6 +83,7 @@ class Flight:
             priority=self.priority,
             session_id=self.session_id,
             trace_headers=self.trace_headers,
+            adapter=self.adapter,
         )
 
     def boarded(self, berth: Berth, leg: Leg, place: Place) -> None:
@@ -225,6 +229,8 @@ class Flight:
             self.berth.flights.pop(self.request_id, None)
 
     def _report(self, reason: str) -> None:
+        if self.adapter is not None:
+            self.left(self)
         if not self.opened:
             return
         spans = self.life.spans
@@ -237,6 +243,8 @@ class Flight:
         }
         if self.berth is not None:
             detail["replica"] = self.berth.name
+        if self.adapter is not None:
+            detail |= {"adapter": self.adapter.name, "adapter_version": self.adapter.weight_version}
         if spans:
             detail |= {"version_first": spans[0].weight_version, "version_last": spans[-1].weight_version}
             if (newest := self.newest()) is not None and self.life.oldest is not None:

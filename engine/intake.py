@@ -6,13 +6,25 @@ import itertools
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+from pitstop.engine.adapters import Adapters
 from pitstop.engine.errors import InvalidRequest
 from pitstop.engine.flight import Admit, Flight
 from pitstop.engine.ledger import Place
 from pitstop.engine.ports import Booted, Observer, Renderer, Scalar
 from pitstop.engine.prompts import render
 from pitstop.engine.request import Completion, Prompt, RequestLife, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a request wants to be treated, beyond what it asks for."""
+
+    session_id: str | None
+    priority: int
+    trace_headers: Mapping[str, str] | None
+    adapter: str | None
 
 
 class Intake:
@@ -26,6 +38,7 @@ class Intake:
         context: Callable[[], Mapping[str, str]],
         labels: Mapping[str, Scalar],
         newest: Callable[[], Place | None],
+        adapters: Adapters,
     ) -> None:
         self.renderer = renderer
         # Flights belong to their consumers: one that nobody holds any more is not under way.
@@ -35,6 +48,7 @@ class Intake:
         self._context = context
         self._labels = {"operation": "text_completion", **labels}
         self._newest = newest
+        self._adapters = adapters
         self._prefix = uuid.uuid4().hex[:8]
         self._numbers = itertools.count()
 
@@ -42,9 +56,7 @@ class Intake:
         self,
         prompt: Prompt,
         params: SamplingParams | None,
-        session_id: str | None,
-        priority: int,
-        trace_headers: Mapping[str, str] | None,
+        terms: Terms,
         booted: Booted,
         *,
         deltas: bool,
@@ -54,7 +66,9 @@ class Intake:
         Raises:
             InvalidRequest: it cannot run; says why.
         """
-        _well_typed(session_id, priority, trace_headers)
+        _well_typed(terms.session_id, terms.priority, terms.trace_headers)
+        if terms.adapter is not None:
+            self._adapters.current(terms.adapter)
         params = params or SamplingParams()
         rendered = render(prompt, params, self.renderer, booted.max_model_len, booted.vocab_size)
         flight = Flight(
@@ -66,11 +80,13 @@ class Intake:
             observer=self._observer,
             deltas=deltas,
             text=bool(params.stop) or (deltas and self.renderer is not None),
-            priority=priority,
-            session_id=session_id,
-            trace_headers=trace_headers if trace_headers is not None else self._context(),
+            priority=terms.priority,
+            session_id=terms.session_id,
+            trace_headers=terms.trace_headers if terms.trace_headers is not None else self._context(),
             labels=self._labels,
             newest=self._newest,
+            adapter_name=terms.adapter,
+            left=self._adapters.left,
         )
         self.flights[flight.request_id] = flight
         return flight

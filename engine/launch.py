@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 import os
+import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pitstop.engine.coordinator import Again, Delivery
-from pitstop.engine.errors import PitstopError, UnsupportedPolicy, names
+from pitstop.engine.errors import DeadlineExceeded, LocalError, PitstopError, UnsupportedPolicy, names
 from pitstop.engine.fleet import Fleet
 from pitstop.engine.handle import RefitHandle
 from pitstop.engine.ports import Backend, Observer, Renderer, Scalar, Sending, default_observer
@@ -24,6 +25,8 @@ from pitstop.engine.rundir import RunDir
 from pitstop.engine.worker_ports import Mode
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from pitstop.transports.remote import RemoteSending
     from pitstop.transports.room import Buffers
     from pitstop.transports.sources import Publishable
@@ -85,6 +88,7 @@ class RolloutEngine(Fleet):
             labels=labels,
             recovery=recovery,
         )
+        self._adapters.discard = lambda adapter: shutil.rmtree(adapter.path, ignore_errors=True)
         self._booted_from = checkpoint
         self._booted_files: tuple[object, ...] | None = None
 
@@ -256,6 +260,62 @@ class RolloutEngine(Fleet):
                 return sending
 
         return self.offer(make, options, handle, again=again)
+
+    async def refit_adapter(
+        self,
+        name: str,
+        source: Mapping[str, Tensor] | str | os.PathLike[str],
+        config: Mapping[str, Any] | None = None,
+        *,
+        weight_version: int,
+        seconds: float = 60.0,
+    ) -> None:
+        """Bring a version of a LoRA adapter to every replica, beside the weights; nothing is suspended.
+
+        Requests that name it (`generate_async(..., adapter=name)`) run on this version from then on; those that are
+        under way end on the one that they began with. No cache entry of one version is used for another.
+
+        Args:
+            name: what requests call it.
+            source: its tensors, named as PEFT does, or the folder that PEFT saved it in. Unchanged until this returns.
+            config: with tensors: what PEFT's `adapter_config.json` holds (`transports.merged_tensors`).
+            weight_version: above that of the version which is there.
+            seconds: limit for reading the source, and for each replica to load it.
+
+        Raises:
+            AdapterRejected, CheckpointUnreadable: it is not an adapter of this model; names the tensor.
+            StaleVersion: the version is not above the one that is there.
+            UnsupportedPolicy: the engines were launched without `engine_args={"enable_lora": True}`.
+            DeadlineExceeded, RemoteError: a replica could not load it. The version before serves on, everywhere.
+        """
+        from pitstop.transports.adapter_folder import write_adapter
+        from pitstop.transports.aside import aside
+
+        self._must_be_open()
+        model = self._booted().inventory.tensors
+
+        async def write(folder: str) -> str:
+            path = self._run_dir.path / folder
+            try:
+                async with asyncio.timeout(seconds):
+                    await asyncio.wrap_future(aside(lambda: write_adapter(path, source, config, model)))
+            except TimeoutError:
+                late = f"adapter {name} could not be read within {seconds:g} s"
+                raise DeadlineExceeded(late, phase="adapter", seconds=seconds) from None
+            except OSError as error:
+                raise LocalError(f"adapter {name} could not be written: {error}") from None
+            return str(path)
+
+        await self._adapters.bring(name, weight_version, write, seconds)
+
+    async def drop_adapter(self, name: str) -> None:
+        """Forget an adapter: requests can no longer name it. Those that run on it go on.
+
+        Raises:
+            InvalidRequest: there is none of that name.
+        """
+        self._must_be_open()
+        await self._adapters.drop(name)
 
     def _checkpoint(
         self,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pitstop.engine.counters import Counters
 from pitstop.engine.errors import PitstopError
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.refit import Policy, RefitReport
-from pitstop.engine.request import Message, Piece, Request
+from pitstop.engine.request import Adapter, Message, Piece, Request
 from pitstop.engine.worker_ports import (
     Inventory,
     Manifest,
@@ -114,6 +114,17 @@ class Backend(Protocol):
 
     async def counters(self) -> Counters:
         """Return what the engine has counted since it was started; empty where it does not count."""
+
+
+@runtime_checkable
+class AdapterHost(Protocol):
+    """A backend whose engine can run adapters beside its weights, several at a time, each with a number of its own."""
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """Load a version, beside every other one. What fails leaves nothing in the engine."""
+
+    async def unload_adapter(self, adapter: Adapter) -> None:
+        """Forget a version that no request runs on. Idempotent."""
 
 
 class Renderer(Protocol):

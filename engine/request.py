@@ -91,6 +91,16 @@ class SamplingParams:
                 raise InvalidRequest(text)
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """One version of a named adapter. `number` is its own among all of an engine, `path` the folder it lies in."""
+
+    name: str
+    weight_version: int
+    number: int = field(repr=False)
+    path: str = field(repr=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A request as a backend takes it: ids only, capped to the context, salted by the version it starts under.
@@ -108,6 +118,7 @@ class Request:
     priority: int = 0
     session_id: str | None = None
     trace_headers: Mapping[str, str] = field(default_factory=dict)
+    adapter: Adapter | None = None
 
 
 class Span(NamedTuple):
@@ -151,7 +162,8 @@ class Completion:
 
     `spans` tile `[0, len(token_ids))`. `finish_reason` is "error" exactly when `error` is set; tokens made
     before the error are kept. `cached_tokens` counts prompt tokens that came from the prefix cache (None if the
-    backend does not say). `place` is what `engine.staleness` counts from.
+    backend does not say). `adapter` is the version of the adapter that all its tokens were made with, if it named one.
+    `place` is what `engine.staleness` counts from.
     """
 
     request_id: str
@@ -164,6 +176,7 @@ class Completion:
     stop_reason: str | int | None = None
     cached_tokens: int | None = None
     error: PitstopError | None = None
+    adapter: Adapter | None = None
     place: int | None = field(default=None, repr=False)
     render: Callable[[Sequence[int]], str] | str = field(default="", repr=False)
 

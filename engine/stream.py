@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from pitstop.engine.flight import Flight, merged
-from pitstop.engine.request import Chunk, Completion, FinishReason, Piece, Span
+from pitstop.engine.request import Adapter, Chunk, Completion, FinishReason, Piece, Span
 
 _TURN = 0.002  # seconds of rendering in one turn of the loop
 
@@ -63,6 +63,11 @@ class Stream:
     def request_id(self) -> str:
         """The request's id, as spans and logs name it."""
         return self._flight.request_id
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The version of the adapter that all its tokens are made with; None without one, or before the first token."""
+        return self._flight.adapter
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -141,6 +146,7 @@ async def complete(flight: Flight, decode: Decode) -> Completion:
         stop_reason=whole.stop_reason,
         cached_tokens=flight.cached_tokens,
         error=flight.failure if whole.finish_reason == "error" else None,
+        adapter=flight.adapter,
         place=flight.life.oldest,
         render=whole.text if flight.text else decode,
     )

@@ -84,6 +84,8 @@ REQUEST_HOLDS: Final = "rl.request.holds"
 REQUEST_SEGMENTS: Final = "rl.request.segments"
 FIRST_VERSION: Final = "rl.weight_version.first"
 LAST_VERSION: Final = "rl.weight_version.last"
+ADAPTER: Final = "rl.adapter.name"
+ADAPTER_VERSION: Final = "rl.adapter.version"
 GENAI_OPERATION: Final = "gen_ai.operation.name"
 GENAI_PROVIDER: Final = "gen_ai.provider.name"
 GENAI_MODEL: Final = "gen_ai.request.model"
@@ -122,6 +124,7 @@ DETAILS: Final[Mapping[str, str]] = MappingProxyType({
     "level": SLEEP_LEVEL,
     "request_id": REQUEST_ID, "holds": REQUEST_HOLDS, "segments": REQUEST_SEGMENTS,
     "version_first": FIRST_VERSION, "version_last": LAST_VERSION,
+    "adapter": ADAPTER, "adapter_version": ADAPTER_VERSION,
     "operation": GENAI_OPERATION, "provider": GENAI_PROVIDER, "model": GENAI_MODEL, "stream": GENAI_STREAM,
     "max_tokens": GENAI_MAX_TOKENS, "temperature": GENAI_TEMPERATURE, "top_p": GENAI_TOP_P, "top_k": GENAI_TOP_K,
     "seed": GENAI_SEED, "session_id": GENAI_CONVERSATION, "finish_reason": GENAI_FINISH_REASONS,

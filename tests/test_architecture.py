@@ -21,6 +21,7 @@ RECORDS = (
 PURE = (*RECORDS, "ports")
 DRIVERS = (
     "fleet",
+    "adapters",
     "recovery",
     "owned",
     "upkeep",

@@ -93,7 +93,7 @@ def pour_lent(
         OfferRejected: the source is not on a GPU.
     """
     from pitstop.transports.cuda_ring import Fence, Pourer
-    from pitstop.transports.sources import TensorSource
+    from pitstop.transports.tensor_source import TensorSource
 
     if not isinstance(source, TensorSource):
         raise OfferRejected("the engine wants the weights from a GPU, and the source has none there")

@@ -64,11 +64,11 @@ class Publisher:
 
         A trainer of `world_size` ranks connects with each `rank`. Rank 0 sends; on the others `publish` takes part
         without sending, and the handle ends with the same report or error. The contract: every rank calls `publish`
-        for the same versions in the same order, and connects anew when rank 0 does. An iterable is read to its end
-        inside `publish`, on every rank, in the calling thread: tensors that it gathers on the trainer's own group
-        are gathered in the same order everywhere, and no training step runs meanwhile. So every rank must give its
-        tensors whole and in the same order; what the others give is read, and dropped. Several such trainers at
-        one engine keep apart by `group`.
+        for the same versions in the same order, and connects anew when rank 0 does. DTensors are gathered inside
+        `publish`, in the calling thread, one at a time, in step on all ranks, and kept by rank 0. An iterable is read
+        to its end there too, on every rank: one that gathers by itself has to gather in the same order everywhere and
+        to give its tensors whole; what the others give is dropped. No training step runs meanwhile. Several such
+        trainers at one engine keep apart by `group`.
 
         Raises:
             PeerLost: no engine answers there.
@@ -119,18 +119,20 @@ class Publisher:
         """Offer weights as `weight_version`; return at once.
 
         What is published (named tensors, a mapping, a module, or a checkpoint's path) must stay unchanged until
-        `handle.sent` is set. Several may be under way: the engine takes the latest. `cast="inventory"` casts
-        floating-point tensors to the dtypes of the engine's checkpoint; with `vocabulary="trim"` rows of embeddings
-        and heads beyond the checkpoint's are padding, and not sent. `policy` is what becomes of requests in
-        flight (keep, recompute, wait, abort), `deadlines` are limits of this refit in seconds (suspend, drain,
-        receive, receive_per_gib, finalize, resume, control, silence); the engine's own count where unset. `mode`
-        is where replicas receive (auto, staged, in_place: `pitstop.engine.refit.RefitOptions`). `headers` are the W3C
-        context that the send belongs to. A trainer that has begun its count of versions anew says so with
-        `rebase=True`, once: the version need not be above the committed one (else `StaleVersion` is what the handle
-        raises), and later versions are counted from it.
+        `handle.sent` is set. A module that PEFT has wrapped is sent with its adapter merged in. Several may be under
+        way: the engine takes the latest. `cast="inventory"` casts floating-point tensors to the dtypes of the engine's
+        checkpoint; with `vocabulary="trim"` rows of embeddings and heads beyond the checkpoint's are padding, and not
+        sent. `policy` is what becomes of requests in flight (keep, recompute, wait, abort), `deadlines` are limits of
+        this refit in seconds (suspend, drain, receive, receive_per_gib, finalize, resume, control, silence); the
+        engine's own count where unset. `mode` is where replicas receive (auto, staged, in_place:
+        `pitstop.engine.refit.RefitOptions`). `headers` are the W3C context that the send belongs to. A trainer that
+        has begun its count of versions anew says so with `rebase=True`, once: the version need not be above the
+        committed one (else `StaleVersion` is what the handle raises), and later versions are counted from it.
 
         Raises:
             OfferRejected, CheckpointUnreadable: it cannot be read; names the tensor or the file.
+            AdapterRejected: its adapter cannot be merged; names the layer.
+            PublishOrder: the ranks' DTensors differ in names, dtypes, shapes or order.
             InvalidRequest, UnsupportedPolicy: an argument that cannot be.
             EngineClosed: the publisher is closed.
             PeerLost: the engine is gone.
@@ -138,7 +140,7 @@ class Publisher:
         wishes = dict(deadlines or {})
         judge(weight_version, cast, policy, wishes, mode, vocabulary)
         wishes = {name: float(seconds) for name, seconds in wishes.items()}
-        source = source_of(what)
+        source = source_of(what, keep=self._link.sends)
         try:
             offer = Offer(
                 uuid4().hex[:16], weight_version, source.specs(), cast, None, dict(headers or {}), device_of(source),

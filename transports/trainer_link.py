@@ -82,6 +82,11 @@ class TrainerLink:
         self.thread: Final = threading.Thread(target=self._run, name="pitstop-publisher", daemon=True)
         self.thread.start()
 
+    @property
+    def sends(self) -> bool:
+        """Whether this is the rank that sends."""
+        return not self._rank.rank
+
     def offer(self, handle: PublishHandle, observer: Observer) -> None:
         """Have the thread offer it.
 

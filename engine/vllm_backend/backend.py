@@ -16,7 +16,8 @@ from pitstop.engine.counters import Counters, flatten
 from pitstop.engine.errors import EngineClosed, PitstopError, WorkerFailed, from_record
 from pitstop.engine.ports import Booted
 from pitstop.engine.refit import Policy
-from pitstop.engine.request import Request
+from pitstop.engine.request import Adapter, Request
+from pitstop.engine.vllm_backend.adapters import load, unload, unload_all
 from pitstop.engine.vllm_backend.boot import Abandoned, Boot, Settings, Started, StartMethod, start_engine
 from pitstop.engine.vllm_backend.config import Seat, bound
 from pitstop.engine.vllm_backend.draft_inventory import Choice, Draft
@@ -215,6 +216,14 @@ class VllmBackend:
         )
         return [msgspec.msgpack.decode(answer, type=WorkerReply) for answer in answers]
 
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """See `ports.AdapterHost`."""
+        await load(self._alive(), adapter)
+
+    async def unload_adapter(self, adapter: Adapter) -> None:
+        """See `ports.AdapterHost`."""
+        await unload(self._alive(), adapter)
+
     async def label(self, weight_version: int) -> None:
         """Have vLLM's own outputs and spans say the version, where it can."""
         life = self._alive()
@@ -228,6 +237,8 @@ class VllmBackend:
         for reply in await self.call_workers(WorkerOp("interrupt")):
             if reply.error is not None:
                 raise from_record(reply.error)
+        if level >= 2:
+            await unload_all(life)
         await life.call("sleep", life.llm.sleep(level, mode="keep"))
         if level >= 1:
             self._asleep = {_WEIGHTS, _KV_CACHE}

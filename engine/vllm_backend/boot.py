@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from pitstop.engine.errors import CheckpointUnreadable
-from pitstop.engine.vllm_backend.arguments import engine_arguments
+from pitstop.engine.vllm_backend.arguments import EngineArgumentRejected, engine_arguments
+from pitstop.engine.vllm_backend.capabilities import refits_beneath_adapters
 from pitstop.engine.vllm_backend.config import Seat, defaults, environment
 from pitstop.engine.vllm_backend.counters import Statistics
 from pitstop.engine.vllm_backend.draft_inventory import Choice, Draft, draft_of, layers_of, with_drafter
@@ -145,6 +146,12 @@ def start_engine(settings: Settings, boot: Boot[Started]) -> Started:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     boot.check()
+    if settings.engine_args.get("enable_lora") and not refits_beneath_adapters():
+        raise EngineArgumentRejected(
+            "the installed vLLM cannot load weights into layers that run adapters, so that every refit would fail: "
+            "leave enable_lora out and publish models with their adapters merged in",
+            argument="enable_lora",
+        )
     known = [item.name for item in fields(AsyncEngineArgs)]
     carried: dict[str, Any] = {"receivers": list(settings.receivers)}
     arguments = engine_arguments(settings.model, defaults(settings.engine_args), known, carried)

@@ -38,6 +38,13 @@ def probe(llm: Any) -> Capabilities:
     )
 
 
+def refits_beneath_adapters() -> bool:
+    """Say whether layers that adapters run on can be loaded anew: in older versions they have no way in for weights."""
+    from vllm.lora.layers.base import BaseLayerWithLoRA
+
+    return hasattr(BaseLayerWithLoRA, "load_weights")
+
+
 def _pause(llm: Any) -> Callable[[bool], Awaitable[Any]]:
     # The core's own calls: `pause_generation` adds a fixed sleep of 20 ms to let outputs arrive, which is no proof that
     # they have.

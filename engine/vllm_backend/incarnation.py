@@ -25,7 +25,7 @@ from pitstop.engine.vllm_backend.processes import (
     segments,
     unlink_unused,
 )
-from pitstop.engine.vllm_backend.sampling import sampling_params
+from pitstop.engine.vllm_backend.sampling import lora_request, sampling_params
 
 _STOP_SECONDS = 5.0
 _REAP_SECONDS = 1.0
@@ -184,6 +184,8 @@ class Incarnation:
             extra["trace_headers"] = dict(request.trace_headers)
         if request.session_id is not None and "session_id" in self.can.adds:
             extra["session_id"] = request.session_id
+        if request.adapter is not None:
+            extra["lora_request"] = lora_request(request.adapter)
         prompt = tokens_input(list(request.prompt_token_ids), cache_salt=request.cache_salt or None)
         try:
             # vLLM makes the name unique before it uses it as a key.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pitstop.engine.errors import InvalidRequest
-from pitstop.engine.request import FinishReason, Request
+from pitstop.engine.request import Adapter, FinishReason, Request
 from pitstop.engine.vllm_backend.config import request_tokens
 
 if TYPE_CHECKING:
@@ -52,6 +52,13 @@ def sampling_params(request: Request, max_model_len: int, lookahead: int) -> Any
         )
     except Exception as error:
         raise InvalidRequest(f"request {request.request_id}: {error}") from error
+
+
+def lora_request(adapter: Adapter) -> Any:
+    """Return vLLM's name of an adapter. Its prefix cache knows adapters by name and path alone, so both are new."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"{adapter.name}@{adapter.number}", adapter.number, adapter.path)
 
 
 def sampled(token_ids: Sequence[int], positions: Any) -> list[float]:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from pitstop.engine.errors import CheckpointUnreadable, InvalidRequest, OfferRejected
 from pitstop.engine.worker_ports import TensorSpec
-from pitstop.transports import checkpoint_source, digest, sources
+from pitstop.transports import checkpoint_source, digest, tensor_source
 from pitstop.transports.buckets import place
 from pitstop.transports.checkpoint_source import CheckpointSource
 from pitstop.transports.digest import reference
@@ -60,7 +60,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
 @pytest.fixture(params=["small calls", "large calls"])
 def call_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     size = BIG if request.param == "small calls" else digest.CALL_BYTES
-    for module in (digest, sources, checkpoint_source):
+    for module in (digest, tensor_source, checkpoint_source):
         monkeypatch.setattr(module, "CALL_BYTES", size)
     return size
 
@@ -133,7 +133,7 @@ def test_casts_are_torchs(has: str, wanted: str, call_bytes: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sizes_around_a_call_arrive_whole(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (digest, sources):
+    for module in (digest, tensor_source):
         monkeypatch.setattr(module, "CALL_BYTES", BIG)
     element: torch.dtype = getattr(torch, dtype)
     sizes = [4096, BIG - element.itemsize, BIG, BIG + element.itemsize, 5 * BIG + element.itemsize]
