@@ -56,6 +56,8 @@ class LinkedReceiver(ABC):
         except Exception as failure:  # noqa: BLE001 - the engine is told, whatever it was
             error = _translated(failure, ticket)
         nbytes = sum(placed.spec.nbytes for placed in ticket.tensors)
+        if error is not None and not self._holds:
+            self._free()  # and then says so: who plans the next refit counts on that memory
         if error is None:
             report = Report(ticket.refit_id, "landed", nbytes, monotonic() - began, holds=True)
         else:
@@ -64,6 +66,8 @@ class LinkedReceiver(ABC):
         with self._closing:
             self._ended.set()
             # Closed too soon, and the sink may hold what came too late: then nobody says that it has let go.
+            if self._closed:
+                self._free()
             if (error is not None and not self._holds) or self._closed:
                 self._hang_up()
 
@@ -79,9 +83,15 @@ class LinkedReceiver(ABC):
         self._ended.wait(_FAREWELL_S)
         with self._closing:
             self._closed = True
+            if self._ended.is_set():
+                self._free()
             if self._ended.is_set() and self._line is not None:
                 self._say(LetGo(self._ticket.refit_id))
                 self._hang_up()
+
+    @abstractmethod
+    def _free(self) -> None:
+        """Let go of the memory that was received into: nothing refers to it any more. Idempotent."""
 
     @abstractmethod
     def _receive(self, line: Line, sink: WeightSink) -> None:
@@ -136,6 +146,9 @@ class SegmentReceiver(LinkedReceiver):
     The mapping stays with the process when `close` is done, for the next refit: mapping a gibibyte anew takes a
     tenth of a second. What the sink was given are views of it, valid until `close`.
     """
+
+    def _free(self) -> None:
+        """Do nothing: the process keeps the mapping."""
 
     def _receive(self, line: Line, sink: WeightSink) -> None:
         ticket = self._ticket

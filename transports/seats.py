@@ -12,21 +12,10 @@ from pitstop.engine.worker_ports import Manifest, Offer, Progress, Ticket
 from pitstop.transports.client import Client
 from pitstop.transports.codec import fault, raised
 from pitstop.transports.messages import Cancel, Drained, Filled, FromEngine, Lend, LetGo, Noted, Report, Seal
-from pitstop.transports.pace import Pace
+from pitstop.transports.pace import Pace, patience
 from pitstop.transports.pool import Lease
 
-_SILENCES: Final = 6
-_SHARE: Final = 3
 _HELD: Final = 2  # of the time that all have, the share that one reader may cost the others, bucket by bucket
-
-
-def patience(receive_s: float, silence_s: float) -> float:
-    """Return how many seconds a reader may take over one bucket before it is evicted.
-
-    Several silences, since what it does meanwhile is work; and a part of the time that all have, so that the others
-    can still land after it.
-    """
-    return max(silence_s, min(_SILENCES * silence_s, receive_s / _SHARE))
 
 
 class Underway:
