@@ -72,3 +72,20 @@ def test_pieces_are_spread_evenly_and_not_sent_in_bursts() -> None:
     gaps = [after - before for (before, _), (after, _) in pairwise(seen)]
     assert max(gaps) - min(gaps) < 1e-9
     assert abs(min(gaps) - 0.001) < 1e-9
+
+
+def test_where_all_has_to_go_faster_than_the_rate_it_is_spread_evenly_as_well() -> None:
+    seen = gone([PIECE_NBYTES] * 50, 1, 10.0, [0.0])
+    assert [round(at, 6) for at, _ in seen] == [round(n * 0.2, 6) for n in range(50)]
+
+
+def test_who_wakes_up_late_makes_up_for_two_pieces_and_no_more() -> None:
+    rate = PIECE_NBYTES * 1024
+    a_little = gone([PIECE_NBYTES] * 50, rate, FAR, [0.0, 0.0015])
+    assert abs(a_little[-1][0] - 49 / 1024) < 0.002
+    long_ago = Throttle(50 * PIECE_NBYTES, rate, 0.0, FAR)
+    at_once = 0
+    while not long_ago.wait(5.0):
+        long_ago.spend(PIECE_NBYTES, 5.0)
+        at_once += 1
+    assert at_once == 3
