@@ -110,12 +110,15 @@ class Seated:
         self._refit = refit
         self.ticket = ticket
         self.landed = False
+        self.leaving = False
+        """Whether it holds memory of the refit, and can be expected to let go of it soon."""
         self._client: Client | None = None
         self._ended = False
 
     def welcomed(self, client: Client) -> None:
         """See `client.Seat.welcomed`."""
         self._client = client
+        self.leaving = True
         if self._refit.lease is not None:
             self._refit.lease.readers.add(self.ticket.token)
         if self._refit.ring is not None and self._refit.ring.lend is not None:
@@ -171,10 +174,12 @@ class Seated:
             self._give_up(lost)
 
     def _give_up(self, why: PitstopError) -> None:
+        self.leaving = False
         self.tell(Cancel(self.refit_id, fault(why)))
         self._report("failed", why)
 
     def _let_go(self) -> None:
+        self.leaving = False
         if self._refit.lease is not None:
             self._refit.lease.readers.discard(self.ticket.token)
 

@@ -36,6 +36,8 @@ from pitstop.transports.segment import forget
 __all__ = ["SegmentReceiver", "SharedMemoryTransport"]
 
 _LOG: Final = logging.getLogger(__name__)
+_LEAVING_S: Final = 1.0
+_LOOK_S: Final = 0.01
 _MOST_REPLAYS: Final = 8  # that were asked for and not planned yet
 RECEIVER: Final = "pitstop.transports.shared_memory:SegmentReceiver"
 RING_RECEIVER: Final = "pitstop.transports.ring_receiver:RingReceiver"
@@ -162,6 +164,11 @@ class SharedMemoryTransport:
             if refit.lease is not None:
                 refit.lease.over = True
             refit.progress.put_nowait(None)
+            if isinstance(refit.last_word, Cancel):
+                # What these still hold would be missed by the next refit: it would find no room, or take it twice.
+                until = monotonic() + _LEAVING_S
+                while monotonic() < until and any(seat.leaving for seat in refit.seats.values()):  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_S)
 
     def replay(self, weight_version: int) -> Replay | None:
         """See `Transport.replay`."""
