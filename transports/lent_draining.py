@@ -115,6 +115,7 @@ class LockedDrainer:
         self._side = Side(ring.device)
         self._digests = np.zeros(len(self._specs), np.uint64)
         self._throttle = _throttle(ticket)
+        self._settled = True
         spare.claim(ticket)
         try:
             self._memory: Tensor | None = spare.take(self._nbytes, ring.device)
@@ -132,6 +133,7 @@ class LockedDrainer:
         bucket, slot_nbytes = first, self._ticket.slot_nbytes
         memory = self._memory
         assert memory is not None
+        self._settled = False
         # Buckets are full but for the last, so a version lies in memory as its buckets do, one behind the other.
         begin, slot = bucket * slot_nbytes, bucket % self._ticket.slots * slot_nbytes
         nbytes = min(slot_nbytes, self._nbytes - begin)
@@ -145,6 +147,7 @@ class LockedDrainer:
                     memory[begin + low : begin + low + count].copy_(source, non_blocking=True)
         finally:
             self._side.settle(_COPIED_S, self)
+            self._settled = True
         yield bucket + 1
         table = []
         for part in self._buckets[bucket]:
@@ -165,9 +168,14 @@ class LockedDrainer:
 
     def close(self) -> None:
         """See `Drainer.close`."""
+        if self._memory is None:
+            return
+        if not self._settled:
+            # The GPU may still write to it: it is kept, by who waits for that, and is no memory for the next version.
+            spare.free(self._ticket)
+            return
         memory, self._memory = self._memory, None
-        if memory is not None:
-            spare.free(self._ticket, memory, self._device)
+        spare.free(self._ticket, memory, self._device)
 
 
 def lent_drainer(ticket: Ticket, handle: bytes, nbytes: int) -> Drainer:

@@ -267,6 +267,8 @@ class Settled(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     error: Fault | None = None
     joined: Annotated[str, Meta(max_length=64)] = ""
     mode: Literal["staged", "in_place"] | None = None
+    staging: Literal["", "none", "device", "host", "shared_memory"] = ""
+    staging_reason: Text = ""
 
 
 class Beat(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
