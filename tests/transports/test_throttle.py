@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pitstop.transports.throttle import PIECE_NBYTES, Throttle
@@ -29,6 +29,7 @@ def gone(
     return seen
 
 
+@settings(deadline=None)
 @given(PIECES, RATES, st.lists(st.floats(0, 0.1), min_size=1, max_size=5))
 def test_over_no_stretch_of_time_does_more_go_than_the_rate_and_what_may_be_saved_up(
     pieces: list[int], rate: int, late: list[float]
@@ -41,12 +42,14 @@ def test_over_no_stretch_of_time_does_more_go_than_the_rate_and_what_may_be_save
             assert nbytes <= (rate * seconds + 3 * PIECE_NBYTES) * (1 + 1e-6) + 1
 
 
+@settings(deadline=None)
 @given(PIECES, RATES)
 def test_who_is_never_late_has_the_rate_in_full(pieces: list[int], rate: int) -> None:
     took = gone(pieces, rate, FAR, [0.0])[-1][0]
     assert took <= sum(pieces[:-1]) / rate * (1 + 1e-6) + 1e-9
 
 
+@settings(deadline=None)
 @given(PIECES, RATES, st.floats(0.001, 1000.0))
 def test_however_slow_the_rate_nothing_waits_past_the_time_at_which_all_should_have_gone(
     pieces: list[int], rate: int, until: float
@@ -54,6 +57,7 @@ def test_however_slow_the_rate_nothing_waits_past_the_time_at_which_all_should_h
     assert gone(pieces, rate, until, [0.0])[-1][0] <= until * (1 + 1e-9)
 
 
+@settings(deadline=None)
 @given(PIECES, st.floats(0.001, 10.0), st.floats(0.0, 1.0))
 def test_time_that_others_have_taken_is_made_up_for(pieces: list[int], until: float, work: float) -> None:
     """A trainer that writes slowly takes from the time that is left: what remains goes faster, or at once."""
@@ -62,6 +66,7 @@ def test_time_that_others_have_taken_is_made_up_for(pieces: list[int], until: fl
         assert after <= until * (1 + 1e-9) if asked < until else after == asked
 
 
+@settings(deadline=None)
 @given(PIECES)
 def test_without_a_rate_nothing_waits(pieces: list[int]) -> None:
     assert gone(pieces, None, 0.0, [1.0])[-1][0] == 0.0
