@@ -17,7 +17,7 @@ from pitstop.engine.lifecycle import Phase
 from pitstop.engine.ports import Booted, NullObserver, Scalar
 from pitstop.engine.refit import Deadlines
 from pitstop.engine.worker_ports import WorkerOp, WorkerReply
-from pitstop.transports import Publisher, cuda_ring
+from pitstop.transports import Publisher, cuda_ring, lent_draining
 from pitstop.transports.draining import HostDrainer
 from pitstop.transports.lent_draining import DeviceDrainer, LockedDrainer
 from pitstop.transports.room import Buffers
@@ -44,10 +44,21 @@ class Watched(NullObserver):
 
 
 class Engine(Wired):
-    """Its rank is on the GPU that `lent` makes believe in, with so much of its memory to spare; on none if None."""
+    """Its rank is on the GPU that `lent` makes believe in, with so much of its memory to spare; on none if None.
+
+    As vLLM's workers do, it waits for no receiver that is told to let go.
+    """
 
     def __init__(self, spare_nbytes: int | None, **options: Any) -> None:
         super().__init__(**options)
+        workers, answer = self.sim._workers, self.sim.call_workers
+
+        async def quickly(op: WorkerOp) -> Sequence[WorkerReply]:
+            if op.verb == "release" and (worker := workers.pop(op.refit_id, None)) is not None:
+                threading.Thread(target=worker.release).start()
+            return await answer(op)
+
+        self.sim.call_workers = quickly  # type: ignore[method-assign]
         if spare_nbytes is not None:
             start, call_workers, room = self.sim.start, self.sim.call_workers, spare_nbytes
 
@@ -105,6 +116,7 @@ async def test_a_version_that_is_superseded_while_it_is_staged_is_gone_before_th
     staging: str, moment: str, alive: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched, begun = Watched(), threading.Event()
+    monkeypatch.setattr(lent_draining, "_STEP_S", 0.2)  # it hears that it is to give up so much later
     async with (
         engine_of(staging, monkeypatch, observer=watched) as engine,
         await Publisher.connect_async(engine.address) as trainer,
