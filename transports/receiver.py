@@ -56,19 +56,21 @@ class LinkedReceiver(ABC):
         except Exception as failure:  # noqa: BLE001 - the engine is told, whatever it was
             error = _translated(failure, ticket)
         nbytes = sum(placed.spec.nbytes for placed in ticket.tensors)
-        if error is not None and not self._holds:
-            self._free()  # and then says so: who plans the next refit counts on that memory
         if error is None:
             report = Report(ticket.refit_id, "landed", nbytes, monotonic() - began, holds=True)
         else:
             report = Report(ticket.refit_id, "failed", 0, monotonic() - began, self._holds, fault(error))
+            error = None  # with its frames, which would keep a version's memory until garbage is collected
+        over = report.kind == "failed" and not self._holds
+        if over:
+            self._free()  # and then says so: who plans the next refit counts on that memory
         self._say(report)
         with self._closing:
             self._ended.set()
             # Closed too soon, and the sink may hold what came too late: then nobody says that it has let go.
             if self._closed:
                 self._free()
-            if (error is not None and not self._holds) or self._closed:
+            if over or self._closed:
                 self._hang_up()
 
     def abort(self) -> None:

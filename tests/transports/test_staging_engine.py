@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -138,6 +141,40 @@ async def test_a_version_that_is_superseded_while_it_is_staged_is_gone_before_th
         assert (await engine.generate([1], FIVE)).spans == ((4, 0, 5),)
     staged = [found for found in watched.ended if found["outcome"] == "committed"]
     assert {found["staging"] for found in staged} == {"host" if staging == "ring" else staging}
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+async def test_a_version_that_is_superseded_in_one_segment_leaves_one_segment_and_no_mapping_of_another() -> None:
+    begun = threading.Event()
+    async with Wired() as engine, await Publisher.connect_async(engine.address) as trainer:
+        for version in (1, 3, 5):
+            begun.clear()
+            first = trainer.publish(slow(begun.set), weight_version=version)
+            await until(begun.is_set)
+            second = trainer.publish(weights(version + 1), weight_version=version + 1)
+            assert (await settled(second)).outcome is Outcome.COMMITTED
+            assert (await settled(first)).outcome is Outcome.SUPERSEDED
+            assert engine.sim.content == shas(weights(version + 1))
+            await until(lambda: len(segments()) == 1)
+
+
+def segments() -> set[str]:
+    """Segments for weights that this process has open or mapped, by inode."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    found = {line[4] for line in lines if line[5:6] == ["/memfd:pitstop"]}
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(fd).startswith("/memfd:pitstop ("):
+                found.add(str(fd.stat().st_ino))
+    return found
 
 
 @pytest.mark.parametrize("staging", ["device", "host"])
