@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from pitstop.engine import RolloutEngine, SamplingParams
 from pitstop.engine.errors import PitstopError
 from pitstop.engine.lifecycle import Phase
+from pitstop.engine.ports import Observer
+from pitstop.transports import Buffers
 from tests.gpu.refit_h200 import SHAPES, checkpoint, greedy, prompt, same
 
 SHAPES["7b"] = {
@@ -94,6 +96,7 @@ class Trainer:
             return {"error": error.slug, "message": error.message}
         return {
             "outcome": report.outcome.value, "transport": report.transport, "nbytes": report.nbytes,
+            "staging": report.staging, "why": report.staging_reason,
             "seconds": round(report.seconds, 4), "sent_s": round(sent, 4),
             "bubble_s": report.bubble and round(report.bubble, 4),
             **{f"{k}_s": round(v, 4) for k, v in report.phase_seconds.items()},
@@ -149,9 +152,13 @@ class Child:
         return found
 
 
-def launch(path: Path, **more: Any) -> RolloutEngine:
+def launch(
+    path: Path, *, buffers: Buffers | None = None, observer: Observer | None = None, **more: Any
+) -> RolloutEngine:
     return RolloutEngine.launch(
         path,
+        buffers=buffers,
+        observer=observer,
         engine_args={
             "skip_tokenizer_init": True, "max_model_len": 2048, "dtype": "bfloat16", "gpu_memory_utilization": 0.4,
             "max_num_seqs": 128, "compilation_config": {"cudagraph_capture_sizes": [1, 8, 64]}, **more,
@@ -275,17 +282,23 @@ async def killed(
     return out
 
 
+def shapes_only(folder: Path, shape: str) -> Path:
+    """A checkpoint without weights, for an engine that makes its own up."""
+    path = folder / shape
+    path.mkdir()
+    config = {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096, "rope_theta": 1e6, "torch_dtype": "bfloat16", "bos_token_id": 1,
+        "eos_token_id": 2, "use_sliding_window": False, **SHAPES[shape],
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
 async def big(out: dict[str, Any]) -> None:
     """7B shapes, random weights: no truth but the digests; what the phases take."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "7b"
-        path.mkdir()
-        config = {
-            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 4096, "rope_theta": 1e6, "torch_dtype": "bfloat16", "bos_token_id": 1,
-            "eos_token_id": 2, "use_sliding_window": False, **SHAPES["7b"],
-        }  # fmt: skip
-        (path / "config.json").write_text(json.dumps(config))
+        path = shapes_only(Path(folder), "7b")
         async with launch(path, load_format="dummy") as engine:
             trainer = Child(engine.address, [path, path])
             assert await trainer.answer() == "ready"
