@@ -2,7 +2,7 @@
 
     python3 benchmarks/staged_refit_h200.py OUT.json [--peer PEER.py] [--pace 19 --pace 0 ...] [--gpu-memory 0.4]
 
-Trainer and engine share the first GPU; the peer (`peer_vllm025_nccl.py`), where it is named, takes two, in the same run.
+Trainer and engine share the first GPU; the peer (`peer_vllm025_nccl.py`), where it is named, takes two, in this run.
 A `--pace` is in GiB/s, 0 for none: each is an engine of its own. Measured are its steady token rate, the rate while a
 version is staged, the longest time without a token of any stream (as the peer measures it), the bubble by our own
 report, and the total: medians of `--refits`. With `--gpu-memory 0.7` a GPU of 139 GiB has no room, and the version is

@@ -81,7 +81,7 @@ class CudaWork:
             np.add(self._relative[low:high], addresses[rows], out=self._host.numpy()[low:high, self._late])
             if self._table is not self._host:
                 self._table[low:high].copy_(self._host[low:high], non_blocking=True)
-            # Chunks are of about one size.
+            # Chunks differ in size; their mean will do.
             chunks = sum(behind - first for first, behind, _ in launches)
             most = max(1, nbytes * chunks // max(total, 1))
             for begin, behind, kind in launches:

@@ -49,10 +49,10 @@ def test_an_engines_refits_are_told_apart_by_what_the_observer_saw_and_the_first
     for begin in (5, 15):
         watch.opened(Work("stage", f"stage:{begin}", begin * SECOND))
         watch.closed(f"stage:{begin}", (begin + 2) * SECOND)
-        for before, after, at in (
+        for before, after, later in (
             (Phase.SERVING, Phase.SUSPENDING, 2.0), (Phase.RESUMING, Phase.SERVING, 2.45)
         ):  # fmt: skip
-            watch.transition(Transition("r", 1, before, "E", after, int((begin + at) * SECOND)))
+            watch.transition(Transition("r", 1, before, "E", after, int((begin + later) * SECOND)))
     report = {
         "staging": "device", "why": "there is room", "nbytes": 1, "stage_s": 2.0, "bubble_s": 0.5, "seconds": 2.6
     }  # fmt: skip
