@@ -39,8 +39,11 @@ class Drainer(Protocol):
     def digests(self) -> tuple[int, ...]:
         """Return every row's digest, when all buckets have been drained."""
 
-    def close(self) -> None:
-        """Let go of what it holds; tensors that were taken in place stay whole."""
+    def close(self) -> int:
+        """Let go of what it holds; tensors that were taken in place stay whole.
+
+        Return how many bytes of host memory are kept for the next version.
+        """
 
 
 class HostDrainer:
@@ -102,12 +105,14 @@ class HostDrainer:
         """See `Drainer.digests`."""
         return tuple(self._digests.tolist())
 
-    def close(self) -> None:
+    def close(self) -> int:
         """See `Drainer.close`."""
         memory, self._spare = self._spare, None
         self._tensors.clear()
-        if memory is not None:
-            spare.free(self._ticket, memory)
+        if memory is None:
+            return 0
+        spare.free(self._ticket, memory)
+        return memory.nbytes
 
     def _tensor(self, row: int) -> Tensor:
         import torch

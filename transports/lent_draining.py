@@ -81,7 +81,7 @@ class DeviceDrainer:
         """See `Drainer.digests`."""
         return tuple(self._drainer.digests().tolist())
 
-    def close(self) -> None:
+    def close(self) -> int:
         """See `Drainer.close`."""
         self._whole.clear()
         del self._drainer
@@ -91,6 +91,7 @@ class DeviceDrainer:
             # Or a version's worth of memory would stay with torch, and not be seen as spare by the next refit.
             torch.cuda.empty_cache()
             spare.free(self._ticket)
+        return 0
 
 
 class LockedDrainer:
@@ -166,16 +167,17 @@ class LockedDrainer:
         """See `Drainer.digests`."""
         return tuple(self._digests.tolist())
 
-    def close(self) -> None:
+    def close(self) -> int:
         """See `Drainer.close`."""
         if self._memory is None:
-            return
+            return 0
         if not self._settled:
             # The GPU may still write to it: it is kept, by who waits for that, and is no memory for the next version.
             spare.free(self._ticket)
-            return
+            return 0
         memory, self._memory = self._memory, None
         spare.free(self._ticket, memory, self._device)
+        return memory.nbytes
 
 
 def lent_drainer(ticket: Ticket, handle: bytes, nbytes: int) -> Drainer:

@@ -220,7 +220,7 @@ class Seal(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Report(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A receiver's step. `holds`: the sink may still look into the buffer."""
+    """A receiver's step. `nbytes` have landed, or are kept if it failed. `holds`: the sink may still look into them."""
 
     refit_id: RefitId
     kind: Literal["attached", "landed", "failed"]

@@ -43,10 +43,9 @@ class RingReceiver(LinkedReceiver):
         """Compile now what the first refit on a device would wait for."""
         prepare_device(device)
 
-    def _free(self) -> None:
+    def _free(self) -> int:
         drainer, self._drainer = self._drainer, None
-        if drainer is not None:
-            drainer.close()
+        return 0 if drainer is None else drainer.close()
 
     def _receive(self, line: Line, sink: WeightSink) -> None:
         loading = _Loading(sink, line.wake) if self._ticket.in_place else None

@@ -110,6 +110,8 @@ class Seated:
         self._refit = refit
         self.ticket = ticket
         self.landed = False
+        self.kept = 0
+        """Bytes of host memory that it has said to keep, having failed."""
         self.leaving = False
         """Whether it holds memory of the refit, and can be expected to let go of it soon."""
         self._client: Client | None = None
@@ -143,7 +145,9 @@ class Seated:
             self._client.post(Noted(self.refit_id))
         if isinstance(message, Report):
             error = None if message.error is None else raised(message.error)
-            self._report(message.kind, error, message.nbytes, message.seconds)
+            failed = message.kind == "failed"
+            self.kept = message.nbytes if failed else 0
+            self._report(message.kind, error, 0 if failed else message.nbytes, message.seconds)
 
     def lost(self, error: PitstopError) -> None:
         """See `client.Seat.lost`."""

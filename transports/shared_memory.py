@@ -218,8 +218,9 @@ class SharedMemoryTransport:
             place = ticket.replica, ticket.rank
             if ticket.staging != "host":
                 self._kept.pop(place, None)
-            elif seat.landed:
-                self._kept[place] = ticket.incarnation, sum(placed.spec.nbytes for placed in ticket.tensors)
+            elif seat.landed or seat.kept:
+                nbytes = seat.kept or sum(placed.spec.nbytes for placed in ticket.tensors)
+                self._kept[place] = ticket.incarnation, nbytes
 
     def _tick(self) -> None:
         for refit in list(self._refits.values()):

@@ -9,16 +9,17 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from pitstop.engine.errors import DeadlineExceeded, DigestMismatch, PeerLost
+from pitstop.engine.errors import DeadlineExceeded, DigestMismatch, PeerLost, WorkerFailed
 from pitstop.engine.refit import route
 from pitstop.engine.worker_ports import Ticket
-from pitstop.transports import cuda_ring, lent_draining
+from pitstop.transports import cuda_ring, lent_draining, ring_receiver
 from pitstop.transports.buckets import cut, place
 from pitstop.transports.lent_draining import LockedDrainer
 from pitstop.transports.memory_link import memory_sending
@@ -238,6 +239,60 @@ async def test_the_memory_of_a_version_that_is_given_up_is_free_when_its_release
             assert spare._claimed == {}
             await asyncio.wait({sent, watch})
             await asyncio.to_thread(worker.release)
+
+
+async def test_what_a_receiver_keeps_when_it_fails_is_counted_as_room_for_the_next_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a version that just fits would be refused for ever, for the memory that waits for it."""
+
+    def broken(*_: object) -> None:
+        raise OSError("scripted")
+
+    async with engine(tmp_path, "host") as made:
+        worker, rank = Worker(), lent.layout(0, 1, 1, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(ring_receiver, "proven", broken)
+            sending, report = await staged(made, 1, worker)
+        assert isinstance(report.error, WorkerFailed)
+        await made.release(sending, [worker])
+        assert made.transport._kept_by(rank) == WHOLE
+        assert [p.nbytes for p in made.progress if p.kind == "failed"] == [0]
+        made.spare = SPARE["device"]  # who stages on the GPU has no use for it, and keeps nothing
+        sending, report = await staged(made, 2, worker)
+        assert report.error is None
+        await made.release(sending, [worker])
+        assert made.transport._kept_by(rank) == 0
+        assert spare._memory is None
+
+
+def test_memory_that_a_gpu_may_still_write_to_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late:
+        passed = False
+
+        def query(self) -> bool:
+            return self.passed
+
+    late = Late()
+    monkeypatch.setattr(cuda_ring.Side, "fence", lambda _: late)
+    monkeypatch.setattr(lent_draining, "_COPIED_S", 0.01)
+    ring = lent.LentRing(lent.CPU, 2 * SLOT)
+    first = replace(
+        ticket("one"), tensors=place(SPECS)[0], slots=2, slot_nbytes=SLOT, staging="host", device=lent.GPU
+    )  # fmt: skip
+    draining = LockedDrainer(first, ring)
+    memory = draining._memory
+    with pytest.raises(DeadlineExceeded):
+        list(draining.drain(0, 1))
+    assert draining.close() == 0
+    assert spare._memory is None
+    assert cuda_ring._stuck == [(late, draining)]
+    assert draining._memory is memory
+    late.passed = True
+    other = LockedDrainer(replace(first, refit_id="two"), ring)
+    list(other.drain(0, 1))
+    assert cuda_ring._stuck == []
+    assert other.close() == WHOLE
 
 
 def ticket(refit_id: str, rank: int = 0) -> Ticket:
