@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from pitstop.engine.refit import route
 from pitstop.engine.worker_ports import Ticket
 from pitstop.transports import cuda_ring, lent_draining, ring_receiver
 from pitstop.transports.buckets import cut, place
-from pitstop.transports.lent_draining import LockedDrainer
+from pitstop.transports.lent_draining import DeviceDrainer, LockedDrainer
 from pitstop.transports.memory_link import memory_sending
 from pitstop.transports.room import Buffers
 from pitstop.transports.spare import Spare, spare
@@ -99,6 +100,31 @@ async def test_two_ranks_of_a_gpu_stage_at_once_each_for_itself(tmp_path: Path) 
         for worker in workers:
             assert await asyncio.to_thread(worker.content) == expected(1)
         await made.release(sending, workers)
+
+
+@pytest.mark.parametrize("staging", SPARE)
+async def test_b33_a_rank_that_sleeps_before_each_bucket_of_a_lent_ring_never_sees_another_buckets_bytes(
+    tmp_path: Path, staging: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind: Any = {"device": DeviceDrainer, "host": LockedDrainer}[staging]
+    drain = kind.drain
+
+    def slowly(drainer: Any, first: int, end: int) -> Any:
+        if drainer._ticket.rank == 2:
+            for _ in range(3):
+                time.sleep(0.01)
+                yield first
+        yield from drain(drainer, first, end)
+
+    monkeypatch.setattr(kind, "drain", slowly)
+    async with engine(tmp_path, staging, 1 << 30) as made:
+        workers = [Worker(), Worker(), Worker()]
+        for version in (1, 2):
+            sending = memory_sending(weights(version).items(), weight_version=version)
+            assert (await made.refit(sending, workers, release=False)).error is None
+            for worker in workers:
+                assert await asyncio.to_thread(worker.content) == expected(version)
+            await made.release(sending, workers)
 
 
 async def test_tickets_say_where_how_fast_and_why(tmp_path: Path) -> None:
