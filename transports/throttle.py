@@ -34,8 +34,7 @@ class Throttle:
         """So many bytes go now."""
         if self._rate is not None:
             behind = now - _SAVED * PIECE_NBYTES / self._rate
-            seconds = nbytes / self._rate
-            if self._left > 0:
-                seconds = min(seconds, nbytes / self._left * max(0.0, self._until - now))
+            share = nbytes / max(self._left, nbytes, 1)
+            seconds = min(nbytes / self._rate, share * max(0.0, self._until - now))
             self._due = max(self._due, behind) + seconds
         self._left -= nbytes

@@ -1,6 +1,6 @@
 """Trainer and engine on one GPU: refits by CUDA IPC, staged and in place, under every policy. Run as a script.
 
-    python3 tests/gpu/ipc_h200.py OUT.json [--shape 0.5b | 7b]
+    python3 tests/gpu/ipc_h200.py OUT.json [--shape 0.5b | 7b] [--staging host]
 
 The trainer is a process of its own that lends its ring; it also scores what the engine made: the logprobs of each
 segment, teacher-forced through the weights that the segment's span names (and, under `keep`, through the cache that
@@ -29,7 +29,7 @@ from pitstop.engine import RolloutEngine, SamplingParams
 from pitstop.engine.errors import PitstopError
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.ports import Observer
-from pitstop.transports import Buffers
+from pitstop.transports import Buffers, room
 from tests.gpu.refit_h200 import SHAPES, checkpoint, greedy, prompt, same
 
 SHAPES["7b"] = {
@@ -191,7 +191,9 @@ async def checked(trainer: Child, done: Any, ids: list[int], held: dict[int, int
     return seen
 
 
-async def policies(engine: RolloutEngine, trainer: Child, version: int, held: dict[int, int]) -> dict[str, Any]:
+async def policies(
+    engine: RolloutEngine, trainer: Child, version: int, held: dict[int, int], wanted: str
+) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for mode in ("staged", "in_place"):
         for policy in ("keep", "recompute", "wait", "abort"):
@@ -208,6 +210,7 @@ async def policies(engine: RolloutEngine, trainer: Child, version: int, held: di
             out[f"{mode}_{policy}"] = seen
             assert seen["outcome"] == "committed", seen
             assert seen["transport"] == "cuda_ipc", seen
+            assert seen["staging"] == (wanted if mode == "staged" else "none"), seen
             said(mode, policy, seen["spans"], seen["finish"], seen["segments"])
     return out
 
@@ -245,7 +248,7 @@ async def run(shape: str, out: dict[str, Any]) -> None:
                     assert seen.get("transport") == "cuda_ipc", seen
                     assert not seen["differ"]
             out["tensors"] = len(truth)
-            out |= await policies(engine, trainer, version, held)
+            out |= await policies(engine, trainer, version, held, out["wanted_staging"])
             version = max(held)
             out["killed"] = await killed(engine, trainer, [t0, t1], version, truth)
             for seen in (value for value in out.values() if isinstance(value, dict) and "segments" in value):
@@ -318,8 +321,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", default="0.5b")
+    parser.add_argument("--staging", choices=("device", "host"), default="device")
     args = parser.parse_args()
-    out: dict[str, Any] = {"shape": args.shape}
+    out: dict[str, Any] = {"shape": args.shape, "wanted_staging": args.staging}
+    if args.staging == "host":
+        room._DEVICE_HEADROOM = 1 << 60  # type: ignore[misc]
     # So that a run that is cut short tells how far it came.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     faulthandler.dump_traceback_later(240, repeat=True)

@@ -15,10 +15,10 @@ FAR = 1e15
 
 
 def gone(
-    pieces: list[int], rate: int | None, until: float, late: list[float], work: float = 0.0
+    pieces: list[int], rate: int | None, until: float, late: list[float], work: float = 0.0, total: int | None = None
 ) -> list[tuple[float, int]]:
     """When each piece goes, for a thread that wakes up later than it wants to, and takes its time over a copy."""
-    now, throttle, seen = 0.0, Throttle(sum(pieces), rate, 0.0, until), []
+    now, throttle, seen = 0.0, Throttle(sum(pieces) if total is None else total, rate, 0.0, until), []
     for n, nbytes in enumerate(pieces):
         while (seconds := throttle.wait(now)) > 0:
             now = max(now + seconds, throttle._due)  # as far as floats go
@@ -64,6 +64,13 @@ def test_time_that_others_have_taken_is_made_up_for(pieces: list[int], until: fl
     for (before, _), (after, _) in pairwise(gone(pieces, 1, until, [0.0], work)):
         asked = before + work
         assert after <= until * (1 + 1e-9) if asked < until else after == asked
+
+
+@settings(deadline=None)
+@given(PIECES, st.integers(0, 60 * PIECE_NBYTES))
+def test_who_sends_more_than_was_said_is_not_held_back_past_that_time_either(pieces: list[int], total: int) -> None:
+    """What lies between tensors travels as well, and is not counted as theirs."""
+    assert gone([*pieces, 0], 1, 5.0, [0.0], total=total)[-1][0] <= 5.0 * (1 + 1e-9)
 
 
 @settings(deadline=None)
