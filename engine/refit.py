@@ -23,7 +23,18 @@ from pitstop.engine.errors import (
     near,
 )
 from pitstop.engine.naming import Names, Part, common, plain
-from pitstop.engine.worker_ports import MODES, Inventory, Manifest, Mode, Offer, Routed, TensorSpec, Trailer, Ways
+from pitstop.engine.worker_ports import (
+    MODES,
+    Inventory,
+    Manifest,
+    Mode,
+    Offer,
+    Routed,
+    Staging,
+    TensorSpec,
+    Trailer,
+    Ways,
+)
 
 Policy = Literal["keep", "recompute", "wait", "abort"]
 POLICIES: Final[tuple[Policy, ...]] = ("keep", "recompute", "wait", "abort")
@@ -281,7 +292,8 @@ class ReplicaReport:
 class RefitReport:
     """What became of a refit. `seconds` is from the offer to the end, `sent_seconds` to the source being free.
 
-    `mode` is None if it ended before that was decided.
+    `mode` is None if it ended before that was decided. `staging` says in which memory the version waited for its swap
+    (`worker_ports.Staging`), and `staging_reason`, for people, what led to that, or to none.
     """
 
     refit_id: str
@@ -295,6 +307,8 @@ class RefitReport:
     replicas: Mapping[str, ReplicaReport] = field(default_factory=dict)
     error: PitstopError | None = None
     mode: Literal["staged", "in_place"] | None = None
+    staging: Staging = ""
+    staging_reason: str = ""
 
     @property
     def bubble(self) -> float | None:
@@ -317,6 +331,16 @@ def outcome(replicas: Mapping[str, ReplicaReport]) -> Outcome:
     if not any(done):
         return Outcome.FAILED
     return Outcome.COMMITTED if all(done) else Outcome.PARTIAL
+
+
+def facts(report: RefitReport) -> dict[str, str | int | float]:
+    """Return what a refit's span says at its end; what is not known is left out."""
+    found = {
+        "outcome": report.outcome.value, "replicas": len(report.replicas), "seconds": report.seconds,
+        "mode": report.mode, "staging": report.staging or None, "staging_reason": report.staging_reason or None,
+        "bubble": report.bubble,
+    }  # fmt: skip
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def summary(report: RefitReport) -> dict[str, Any]:

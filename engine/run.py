@@ -30,10 +30,10 @@ from pitstop.engine.job import Incoming, Job, bounded
 from pitstop.engine.ledger import Place
 from pitstop.engine.lifecycle import Phase, RefitOffered
 from pitstop.engine.part import Part
-from pitstop.engine.ports import Observer, Scalar, Sending, Transport, Work
-from pitstop.engine.refit import Outcome, RefitOptions, RefitReport, ReplicaReport, outcome, unequal_ties
+from pitstop.engine.ports import Observer, Sending, Transport, Work
+from pitstop.engine.refit import Outcome, RefitOptions, RefitReport, ReplicaReport, facts, outcome, unequal_ties
 from pitstop.engine.replica import SETTLED, Replica
-from pitstop.engine.worker_ports import Manifest, Progress, Ticket, Trailer, WorkerLayout, WorkerOp
+from pitstop.engine.worker_ports import Manifest, Progress, Staging, Ticket, Trailer, WorkerLayout, WorkerOp
 
 _TAKES_REFIT = frozenset({Phase.SERVING, Phase.IDLE, Phase.QUARANTINED})
 _GONE = frozenset({Phase.DEAD, Phase.STOPPED})
@@ -68,6 +68,7 @@ class RefitRun:
         self._known = known
         self._parts: dict[str, Part] = {}
         self._mode: Literal["staged", "in_place"] | None = None
+        self._staging: tuple[Staging, str] = "", ""
         self._freed = False
         self._progressed = asyncio.Event()
         self._jobs: set[asyncio.Future[ReplicaReport]] = set()
@@ -143,6 +144,7 @@ class RefitRun:
         plan = self._transport.plan(self._offer, self._manifest, receivers, (limit, limits.silence), self._options.mode)
         tickets = await bounded(plan, limit, replica="fleet", phase="plan", peer="transport")
         self._mode = "in_place" if tickets[0].in_place else "staged"
+        self._staging = tickets[0].staging, tickets[0].why
         watch = asyncio.create_task(self._watch(), name=f"watch:{refit_id}")
         try:
             try:
@@ -421,15 +423,10 @@ class RefitRun:
         report = RefitReport(
             self._offer.refit_id, self.weight_version, how, self._name, self._manifest.nbytes,
             len(self._manifest.rows), (self._ended_at or time.monotonic()) - self._began, self._sent_seconds, replicas,
-            None if how is Outcome.SUPERSEDED else error, self._mode,
+            None if how is Outcome.SUPERSEDED else error, self._mode, *self._staging,
         )  # fmt: skip
         slug = error.slug if error is not None and how is Outcome.FAILED else None
-        detail: dict[str, Scalar] = {"outcome": how.value, "replicas": len(replicas), "seconds": report.seconds}
-        if self._mode is not None:
-            detail["mode"] = self._mode
-        if report.bubble is not None:
-            detail["bubble"] = report.bubble
-        self._observer.closed(self._key, time.time_ns(), slug, detail)
+        self._observer.closed(self._key, time.time_ns(), slug, facts(report))
         if self._digests is not None and how in (Outcome.COMMITTED, Outcome.PARTIAL):
             self._known.clear()
             self._known[self.place] = self._digests

@@ -29,6 +29,11 @@ MODES: Final[tuple[Mode, ...]] = ("auto", "staged", "in_place")
 or straight into the live parameters of a suspended replica. `auto`: staged if there is memory for it."""
 
 
+Staging = Literal["", "none", "device", "host", "shared_memory"]
+"""In which memory a version waits for its swap: of the engine's GPU, of the engine's processes (page-locked where a GPU
+is to read it), or the segment that it came in. `none` in place; empty if it is not known."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Name, dtype (torch's name without the prefix) and shape of one tensor in checkpoint form."""
@@ -165,7 +170,8 @@ class Ticket:
     With `slots` the buffer is a ring of that many, of `slot_nbytes` each, and what travels is cut into buckets
     (`transports.buckets`); without, it holds the whole version, at the offsets of `tensors`. `device` names the GPU
     (`cuda:<uuid>`) on which the trainer lends the ring; then there is no path. `in_place`: the replica is suspended
-    and each tensor goes to the sink as soon as it has come, unproven.
+    and each tensor goes to the sink as soon as it has come, unproven. `staging` says in which memory it waits if not,
+    and `why`, for people, what led to that; `pace` is how many bytes a second may go there at most, 0 for no limit.
     """
 
     refit_id: str
@@ -184,6 +190,9 @@ class Ticket:
     slot_nbytes: int = 0
     device: str = ""
     in_place: bool = False
+    staging: Staging = ""
+    why: str = ""
+    pace: int = 0
 
 
 ProgressKind = Literal["attached", "landed", "failed"]

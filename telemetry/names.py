@@ -58,6 +58,8 @@ REFIT_ID: Final = "rl.refit.id"
 REFIT_KIND: Final = "rl.refit.kind"
 REFIT_POLICY: Final = "rl.refit.policy"
 REFIT_MODE: Final = "rl.refit.mode"
+REFIT_STAGING: Final = "rl.refit.staging"
+REFIT_STAGING_REASON: Final = "rl.refit.staging_reason"
 REFIT_OUTCOME: Final = "rl.refit.outcome"
 REFIT_REPLICAS: Final = "rl.refit.replicas"
 REFIT_PHASE: Final = "rl.refit.phase"
@@ -115,6 +117,7 @@ REASON: Final = "rl.telemetry.reason"
 DETAILS: Final[Mapping[str, str]] = MappingProxyType({
     "replica": REPLICA_ID, "incarnation": REPLICA_INCARNATION, "state": REPLICA_STATE, "event": EVENT,
     "refit_id": REFIT_ID, "kind": REFIT_KIND, "policy": REFIT_POLICY, "mode": REFIT_MODE,
+    "staging": REFIT_STAGING, "staging_reason": REFIT_STAGING_REASON,
     "outcome": REFIT_OUTCOME, "replicas": REFIT_REPLICAS, "phase": REFIT_PHASE, "transport": TRANSPORT,
     "weight_version": WEIGHT_VERSION, "previous": PREVIOUS_VERSION, "base_version": BASE_VERSION,
     "bubble": REFIT_BUBBLE, "bytes": TRANSFER_BYTES, "tensors": TRANSFER_TENSORS, "buckets": TRANSFER_BUCKETS,

@@ -93,7 +93,7 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
         pytest.param(engine("vllm_backend"), engine(*PURE, "vllm_backend"), None, id="the vLLM adapter knows ports"),
         pytest.param(
             ("pitstop.transports",),
-            ("pitstop.transports", *engine("errors", "ports", "worker_ports", "refit")),
+            ("pitstop.transports", *engine("errors", "ports", "worker_ports", "refit", "naming")),
             None,
             id="transports know errors and ports",
         ),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from pitstop.engine.errors import AdapterRejected, hint, names, near
-from pitstop.engine.refit import plain
+from pitstop.engine.naming import plain
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""Memory of a GPU that two processes share: one allocates and lends it, the other maps it.
+"""Memory of a GPU that two processes share: one allocates and lends it, the other maps it. And what it copies to.
 
 Our own binding to the CUDA runtime that torch has loaded, since torch cannot do this: its blocks lie somewhere
 inside segments of its allocator, and those of expandable segments have no such handle at all. Nothing here may run
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 HANDLE_NBYTES: Final = 64
 _ENABLE_PEER_ACCESS: Final = 1
+_PORTABLE: Final = 1
 _NO_MEMORY: Final = 2
 _GONE: Final = {1: "invalid value", 205: "mapping failed", 400: "invalid handle"}
 _LOG: Final = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "cudaGetLastError": (),
     "cudaMalloc": (POINTER(c_void_p), c_size_t),
     "cudaFree": (c_void_p,),
+    "cudaHostAlloc": (POINTER(c_void_p), c_size_t, c_uint),
+    "cudaFreeHost": (c_void_p,),
     "cudaIpcGetMemHandle": (POINTER(_Handle), c_void_p),
     "cudaIpcOpenMemHandle": (POINTER(c_void_p), _Handle, c_uint),
     "cudaIpcCloseMemHandle": (c_void_p,),
@@ -109,6 +112,34 @@ class BorrowedRing:
     def close(self) -> None:
         """Unmap it. Nothing that uses it may be queued any more. Idempotent."""
         self._end()
+
+
+class _Locked:
+    """Page-locked host memory. It goes when nothing refers to it any more."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        import torch
+
+        pointer = c_void_p()
+        with torch.cuda.device(device):
+            code = _runtime().cudaHostAlloc(byref(pointer), nbytes, _PORTABLE)
+            _check(code, "cudaHostAlloc", f"no {nbytes >> 20} MiB of page-locked memory")
+        self.address: Final = int(pointer.value or 0)
+        _ending(self, device, self.address, "cudaFreeHost")
+
+
+def locked(device: torch.device, nbytes: int) -> Tensor:
+    """Return bytes of host memory that a GPU's copy engine reads and writes by itself, and torch knows as pinned.
+
+    Not torch's: its allocator rounds up to a power of two, which is up to twice a model, and keeps it for good.
+
+    Raises:
+        WorkerFailed: there is none.
+    """
+    import torch
+
+    owner = _Locked(device, nbytes)
+    return over(owner.address, nbytes, torch.device("cpu"), owner)
 
 
 def lend(known: LentRing | None, identity: str, nbytes: int) -> LentRing:

@@ -10,7 +10,7 @@ on the caller's stream when it was allocated, and what `drain` returns is whole 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import prod
@@ -178,20 +178,32 @@ class Drainer:
         Raises:
             DeadlineExceeded: the GPU did not come to it; the memory in question is kept until it has.
         """
+        for _ in self.reading(buckets, 1 << 62, seconds):
+            pass
+        return self.whole(buckets)
+
+    def reading(self, buckets: Iterable[int], nbytes: int, seconds: float = 30.0) -> Generator[int, None, None]:
+        """`drain` in pieces of about `nbytes` at most: yield before each how many bytes it has. `whole` comes after.
+
+        Close it if it is not gone through: what was begun is waited for then.
+        """
         if self._in_place:
             self._allocate(buckets)
         try:
-            with self._side.use():
-                for bucket in buckets:
-                    self._work.run(bucket, self._addresses)
+            for bucket in buckets:
+                pieces = self._work.pieces(bucket, self._addresses, nbytes)
+                piece: int | None = 0
+                while piece is not None:
+                    # Not around the `yield`: the thread does something else there, on a stream of its own choice.
+                    with self._side.use():
+                        piece = next(pieces, None)
+                    if piece is not None:
+                        yield piece
         finally:
-            fence = self._side.fence()
-            passed = _passed(fence, seconds)
-            if not passed:
-                # What the GPU may still write to must not become somebody else's.
-                _stuck.append((fence, self))
-        if not passed:
-            raise DeadlineExceeded(f"buckets were not read from the ring within {seconds:g} s", phase="receive")
+            self._side.settle(seconds, self)
+
+    def whole(self, buckets: Iterable[int]) -> list[int]:
+        """Return the rows that have become whole by these buckets, which have been read."""
         whole = []
         for bucket in buckets:
             for row in self._rows[bucket]:
@@ -259,11 +271,25 @@ class Side:
         event: Fence = _Passed() if self._stream is None else self._stream.record_event()
         return event
 
+    def settle(self, seconds: float, owner: object) -> None:
+        """Wait until all that is now queued has been done.
+
+        Raises:
+            DeadlineExceeded: the GPU did not come to it; `owner`, and so its memory, is kept until it has.
+        """
+        _stuck[:] = [(fence, kept) for fence, kept in _stuck if not fence.query()]
+        fence = self.fence()
+        if not _passed(fence, seconds):
+            # What the GPU may still write to must not become somebody else's.
+            _stuck.append((fence, owner))
+            raise DeadlineExceeded(f"buckets were not read from the ring within {seconds:g} s", phase="receive")
+
 
 @cache
 def _stream(device: torch.device) -> Any:
     # torch has 32 and then begins anew: one a refit would soon be one that the model runs on.
-    return torch.cuda.Stream(device)
+    # Of the lowest priority there is, which is also that of the model's stream: what spares the model is the pace.
+    return torch.cuda.Stream(device, priority=0)
 
 
 class _Passed:

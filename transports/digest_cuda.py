@@ -6,7 +6,7 @@ Queued on torch's current stream and nothing else: whoever calls keeps order, an
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -61,17 +61,34 @@ class CudaWork:
 
     def run(self, bucket: int, addresses: NDArray[np.int64]) -> None:
         """Queue one bucket's copies and digests; `addresses` are those of the rows that it has parts of."""
-        launches = self._cut.launches.get(bucket)
+        for _ in self.pieces(bucket, addresses):
+            pass
+
+    def pieces(self, bucket: int, addresses: NDArray[np.int64], nbytes: int = 1 << 62) -> Iterator[int]:
+        """Queue one bucket in pieces of about `nbytes` at most; yield before each how many bytes it has.
+
+        Torch does a bucket at once.
+        """
+        parts, launches = self._parts, self._cut.launches.get(bucket, [])
+        low, high = np.searchsorted(parts.bucket, [bucket, bucket + 1]).tolist()
+        total = int((parts.count[low:high] * parts.itemsize[low:high]).sum())
         if self._launch is None:
+            yield total
             self._by_torch(bucket, addresses)
-        elif launches is not None:
+        elif launches:
             low, high = self._cut.entries_of[bucket]
             rows = self._cut.entries[low:high, ROW]
             np.add(self._relative[low:high], addresses[rows], out=self._host.numpy()[low:high, self._late])
             if self._table is not self._host:
                 self._table[low:high].copy_(self._host[low:high], non_blocking=True)
-            for first, behind, kind in launches:
-                self._launch(self._table, self._owners, first, behind, self._lanes, self._sums, kind, self._chunk)
+            # Chunks differ in size; their mean will do.
+            chunks = sum(behind - first for first, behind, _ in launches)
+            most = max(1, nbytes * chunks // max(total, 1))
+            for begin, behind, kind in launches:
+                for first in range(begin, behind, most):
+                    last = min(first + most, behind)
+                    yield total * (last - first) // chunks
+                    self._launch(self._table, self._owners, first, last, self._lanes, self._sums, kind, self._chunk)
 
     def digests(self) -> NDArray[np.uint64]:
         """Return the digests of what has been run, when the current stream has come to its end."""

@@ -226,7 +226,7 @@ class Seal(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Report(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A receiver's step. `holds`: the sink may still look into the buffer."""
+    """A receiver's step. `nbytes` have landed, or are kept if it failed. `holds`: the sink may still look into them."""
 
     refit_id: RefitId
     kind: Literal["attached", "landed", "failed"]
@@ -273,6 +273,8 @@ class Settled(Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     error: Fault | None = None
     joined: Annotated[str, Meta(max_length=64)] = ""
     mode: Literal["staged", "in_place"] | None = None
+    staging: Literal["", "none", "device", "host", "shared_memory"] = ""
+    staging_reason: Text = ""
 
 
 class Beat(Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -8,6 +8,18 @@ from typing import Final
 from pitstop.engine.errors import ProtocolViolation
 from pitstop.transports.deadline import Clock
 
+_SILENCES: Final = 6
+_SHARE: Final = 3
+
+
+def patience(receive_s: float, silence_s: float) -> float:
+    """Return how many seconds a reader may take over one bucket before it is evicted.
+
+    Several silences, since what it does meanwhile is work; and a part of the time that all have, so that the others
+    can still land after it.
+    """
+    return max(silence_s, min(_SILENCES * silence_s, receive_s / _SHARE))
+
 
 class Pace:
     """Counts buckets, from the first on: what was filled, and what each reader has drained.

@@ -59,12 +59,17 @@ class LinkedReceiver(ABC):
         if error is None:
             report = Report(ticket.refit_id, "landed", nbytes, monotonic() - began, holds=True)
         else:
-            report = Report(ticket.refit_id, "failed", 0, monotonic() - began, self._holds, fault(error))
+            said, error = fault(error), None  # its frames would keep a version's memory until garbage is collected
+            # First, and then it says so: who plans the next refit counts on that memory.
+            kept = 0 if self._holds else self._free()
+            report = Report(ticket.refit_id, "failed", kept, monotonic() - began, self._holds, said)
         self._say(report)
         with self._closing:
             self._ended.set()
             # Closed too soon, and the sink may hold what came too late: then nobody says that it has let go.
-            if (error is not None and not self._holds) or self._closed:
+            if self._closed:
+                self._free()
+            if (report.kind == "failed" and not self._holds) or self._closed:
                 self._hang_up()
 
     def abort(self) -> None:
@@ -79,9 +84,15 @@ class LinkedReceiver(ABC):
         self._ended.wait(_FAREWELL_S)
         with self._closing:
             self._closed = True
+            if self._ended.is_set():
+                self._free()
             if self._ended.is_set() and self._line is not None:
                 self._say(LetGo(self._ticket.refit_id))
                 self._hang_up()
+
+    @abstractmethod
+    def _free(self) -> int:
+        """Let go of what was received into, to which nothing refers; return how much of it is kept. Idempotent."""
 
     @abstractmethod
     def _receive(self, line: Line, sink: WeightSink) -> None:
@@ -136,6 +147,10 @@ class SegmentReceiver(LinkedReceiver):
     The mapping stays with the process when `close` is done, for the next refit: mapping a gibibyte anew takes a
     tenth of a second. What the sink was given are views of it, valid until `close`.
     """
+
+    def _free(self) -> int:
+        """Do nothing: the mapping that is kept is of the engine's memory."""
+        return 0
 
     def _receive(self, line: Line, sink: WeightSink) -> None:
         ticket = self._ticket

@@ -135,7 +135,7 @@ def settled(report: RefitReport) -> Settled:
     return Settled(
         report.refit_id, report.weight_version, report.outcome.value, report.transport, report.nbytes, report.tensors,
         report.seconds, report.sent_seconds, replicas, None if report.error is None else fault(report.error),
-        mode=report.mode,
+        mode=report.mode, staging=report.staging, staging_reason=report.staging_reason[:LONGEST_TEXT],
     )  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def reported(message: Settled) -> RefitReport:
     return RefitReport(
         message.refit_id, message.weight_version, outcome, message.transport, message.nbytes, message.tensors,
         message.seconds, message.sent_seconds, replicas, None if message.error is None else raised(message.error),
-        message.mode,
+        message.mode, message.staging, message.staging_reason,
     )  # fmt: skip
 
 

@@ -10,13 +10,15 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Final
 
 from pitstop.engine.errors import DigestMismatch
 from pitstop.engine.worker_ports import Bucket, Ticket, WeightSink
 from pitstop.transports.aside import aside
 from pitstop.transports.deadline import BEAT_S, Limit
-from pitstop.transports.draining import DeviceDrainer, Drainer, HostDrainer, forget_lent, prepare_device, proven
+from pitstop.transports.draining import Drainer, HostDrainer, proven
+from pitstop.transports.lent_draining import forget_lent, lent_drainer, prepare_device
 from pitstop.transports.messages import Drained, Filled, FromEngine, Lend, Report
 from pitstop.transports.receiver import LinkedReceiver
 from pitstop.transports.segment import Kept
@@ -41,12 +43,9 @@ class RingReceiver(LinkedReceiver):
         """Compile now what the first refit on a device would wait for."""
         prepare_device(device)
 
-    def close(self) -> None:
-        """See `Receiver.close`."""
-        super().close()
+    def _free(self) -> int:
         drainer, self._drainer = self._drainer, None
-        if drainer is not None and self._ended.is_set():
-            drainer.close()
+        return 0 if drainer is None else drainer.close()
 
     def _receive(self, line: Line, sink: WeightSink) -> None:
         loading = _Loading(sink, line.wake) if self._ticket.in_place else None
@@ -68,19 +67,27 @@ class RingReceiver(LinkedReceiver):
 
     def _drain(self, line: Line, loading: _Loading | None) -> Drainer:
         ticket = self._ticket
-        if not ticket.device:
-            self._drainer = HostDrainer(ticket, _kept.take(ticket.address, ticket.buffer, ticket.nbytes))
-        line.send(Report(ticket.refit_id, "attached"))
         limit = Limit(ticket.receive_s)
-        drainer = self._drainer or self._borrowed(line, limit)
+        if ticket.device:
+            line.send(Report(ticket.refit_id, "attached"))
+            while (lend := self._lend) is None:
+                self._listen(line, limit, BEAT_S)
+            handle, nbytes = lend.handle, lend.nbytes
+            drainer = self._made(line, limit, lambda: lent_drainer(ticket, handle, nbytes))
+        else:
+            mapping = _kept.take(ticket.address, ticket.buffer, ticket.nbytes)
+            drainer = self._made(line, limit, lambda: HostDrainer(ticket, mapping))
+            line.send(Report(ticket.refit_id, "attached"))
         done = 0
         while done < drainer.buckets:
             while self._filled <= done:
                 self._listen(line, limit, BEAT_S)
-            for after in drainer.drain(done, self._filled):
-                self._listen(line, limit, 0.0)
-                done = after
-            line.send(Drained(ticket.refit_id, done))
+            with contextlib.closing(drainer.drain(done, self._filled)) as steps:
+                for after in steps:
+                    if after > done:
+                        line.send(Drained(ticket.refit_id, after))
+                    done = after
+                    self._listen(line, limit, 0.0)
             if loading is not None and (whole := drainer.complete()):
                 while not loading.take(Bucket(ticket.refit_id, whole)):
                     self._listen(line, limit, BEAT_S)
@@ -91,15 +98,18 @@ class RingReceiver(LinkedReceiver):
         self._listen(line, limit, 0.0)
         return drainer
 
-    def _borrowed(self, line: Line, limit: Limit) -> Drainer:
-        while (lend := self._lend) is None:
-            self._listen(line, limit, BEAT_S)
-        # Aside: where its kernels are compiled only now, that takes longer than the engine bears silence.
-        making = aside(lambda: DeviceDrainer(self._ticket, lend.handle, lend.nbytes), line.wake)
-        while not making.done():
-            self._listen(line, limit, BEAT_S)
-        self._drainer = making.result()
-        return self._drainer
+    def _made(self, line: Line, limit: Limit, make: Callable[[], Drainer]) -> Drainer:
+        # Aside: where memory has to be made ready, or kernels are compiled only now, that takes longer than the engine
+        # bears silence.
+        making = aside(make, line.wake)
+        try:
+            while not making.done():
+                self._listen(line, limit, BEAT_S)
+        except BaseException:
+            making.add_done_callback(_unwanted)
+            raise
+        self._drainer = drainer = making.result()
+        return drainer
 
     def _heard(self, message: FromEngine) -> bool:
         if isinstance(message, Filled):
@@ -109,6 +119,11 @@ class RingReceiver(LinkedReceiver):
             fresh, self._lend = self._lend is None, message
             return fresh and bool(self._ticket.device)
         return super()._heard(message)
+
+
+def _unwanted(making: Future[Drainer]) -> None:
+    if making.exception() is None:
+        making.result().close()
 
 
 class _Loading:

@@ -12,21 +12,10 @@ from pitstop.engine.worker_ports import Manifest, Offer, Progress, Ticket
 from pitstop.transports.client import Client
 from pitstop.transports.codec import fault, raised
 from pitstop.transports.messages import Cancel, Drained, Filled, FromEngine, Lend, LetGo, Noted, Report, Seal
-from pitstop.transports.pace import Pace
+from pitstop.transports.pace import Pace, patience
 from pitstop.transports.pool import Lease
 
-_SILENCES: Final = 6
-_SHARE: Final = 3
 _HELD: Final = 2  # of the time that all have, the share that one reader may cost the others, bucket by bucket
-
-
-def patience(receive_s: float, silence_s: float) -> float:
-    """Return how many seconds a reader may take over one bucket before it is evicted.
-
-    Several silences, since what it does meanwhile is work; and a part of the time that all have, so that the others
-    can still land after it.
-    """
-    return max(silence_s, min(_SILENCES * silence_s, receive_s / _SHARE))
 
 
 class Underway:
@@ -121,12 +110,17 @@ class Seated:
         self._refit = refit
         self.ticket = ticket
         self.landed = False
+        self.kept = 0
+        """Bytes of host memory that it has said to keep, having failed."""
+        self.leaving = False
+        """Whether it holds memory of the refit, and can be expected to let go of it soon."""
         self._client: Client | None = None
         self._ended = False
 
     def welcomed(self, client: Client) -> None:
         """See `client.Seat.welcomed`."""
         self._client = client
+        self.leaving = True
         if self._refit.lease is not None:
             self._refit.lease.readers.add(self.ticket.token)
         if self._refit.ring is not None and self._refit.ring.lend is not None:
@@ -151,7 +145,9 @@ class Seated:
             self._client.post(Noted(self.refit_id))
         if isinstance(message, Report):
             error = None if message.error is None else raised(message.error)
-            self._report(message.kind, error, message.nbytes, message.seconds)
+            failed = message.kind == "failed"
+            self.kept = message.nbytes if failed else 0
+            self._report(message.kind, error, 0 if failed else message.nbytes, message.seconds)
 
     def lost(self, error: PitstopError) -> None:
         """See `client.Seat.lost`."""
@@ -182,10 +178,12 @@ class Seated:
             self._give_up(lost)
 
     def _give_up(self, why: PitstopError) -> None:
+        self.leaving = False
         self.tell(Cancel(self.refit_id, fault(why)))
         self._report("failed", why)
 
     def _let_go(self) -> None:
+        self.leaving = False
         if self._refit.lease is not None:
             self._refit.lease.readers.discard(self.ticket.token)
 

@@ -29,13 +29,15 @@ from pitstop.transports.messages import Cancel, Seal
 from pitstop.transports.pool import Lease, SegmentPool
 from pitstop.transports.receiver import SegmentReceiver
 from pitstop.transports.replay import Replay
-from pitstop.transports.room import Buffers, Way, choose
+from pitstop.transports.room import Buffers, Way, choose, pace, shares_gpu
 from pitstop.transports.seats import Seated, Underway
 from pitstop.transports.segment import forget
 
 __all__ = ["SegmentReceiver", "SharedMemoryTransport"]
 
 _LOG: Final = logging.getLogger(__name__)
+_LEAVING_S: Final = 1.0
+_LOOK_S: Final = 0.01
 _MOST_REPLAYS: Final = 8  # that were asked for and not planned yet
 RECEIVER: Final = "pitstop.transports.shared_memory:SegmentReceiver"
 RING_RECEIVER: Final = "pitstop.transports.ring_receiver:RingReceiver"
@@ -82,7 +84,8 @@ class SharedMemoryTransport:
         buckets = 0
         if replay is None:
             free, whose = memory.available()
-            free += self._pool.reusable()
+            if not shares_gpu(offer.device, receivers):
+                free += self._pool.reusable()
             kept = sum(min(nbytes, self._kept_by(layout)) for layout in receivers)
             way = choose(nbytes, offer.device, receivers, mode, self._buffers, free, whose, kept)
             _LOG.info("version %d travels by %s: %s", offer.weight_version, way.name, way.why)
@@ -91,7 +94,7 @@ class SharedMemoryTransport:
             # Last: nothing may end this between the lease and the refit that `release` finds it by.
             lease = await self._room(offer.refit_id, way, nbytes)
         else:
-            way = Way("shared_memory", False, 0, 0, "it still lies there")
+            way = Way("shared_memory", "shared_memory", 0, 0, "it still lies there")
             lease = self._pool.again(offer.refit_id, replay)
             if lease is None:
                 raise OfferRejected(f"version {offer.weight_version} no longer lies in shared memory")
@@ -100,6 +103,7 @@ class SharedMemoryTransport:
             refit.paced(buckets, way.slots, way.slots * way.slot_nbytes if way.name == "cuda_ipc" else 0)
         self._refits[offer.refit_id] = refit
         device = offer.device if way.name == "cuda_ipc" else ""
+        most = pace(way, self._buffers, len(receivers), limits)
         tickets = []
         for layout in receivers:
             token = secrets.token_hex(16)
@@ -110,6 +114,7 @@ class SharedMemoryTransport:
                 lease.segment.nbytes if lease is not None else way.slots * way.slot_nbytes,
                 placed, self._link.address, token, *limits,
                 slots=way.slots, slot_nbytes=way.slot_nbytes, device=device, in_place=way.in_place,
+                staging=way.staging, why=way.why, pace=most,
             )  # fmt: skip
             refit.seats[token] = seat = Seated(refit, ticket)
             self._link.expect(token, seat)
@@ -159,6 +164,11 @@ class SharedMemoryTransport:
             if refit.lease is not None:
                 refit.lease.over = True
             refit.progress.put_nowait(None)
+            if isinstance(refit.last_word, Cancel):
+                # What these still hold would be missed by the next refit: it would find no room, or take it twice.
+                until = monotonic() + _LEAVING_S
+                while monotonic() < until and any(seat.leaving for seat in refit.seats.values()):  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_S)
 
     def replay(self, weight_version: int) -> Replay | None:
         """See `Transport.replay`."""
@@ -204,12 +214,13 @@ class SharedMemoryTransport:
     def _keeps(self, seat: Seated) -> None:
         """Remember what a receiver keeps for the next staged ring: it is not free, but it need not be."""
         ticket = seat.ticket
-        if ticket.slots and not ticket.device:
+        if ticket.slots:
             place = ticket.replica, ticket.rank
-            if ticket.in_place:
+            if ticket.staging != "host":
                 self._kept.pop(place, None)
-            elif seat.landed:
-                self._kept[place] = ticket.incarnation, sum(placed.spec.nbytes for placed in ticket.tensors)
+            elif seat.landed or seat.kept:
+                nbytes = seat.kept or sum(placed.spec.nbytes for placed in ticket.tensors)
+                self._kept[place] = ticket.incarnation, nbytes
 
     def _tick(self) -> None:
         for refit in list(self._refits.values()):

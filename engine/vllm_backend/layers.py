@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from pitstop.engine.vllm_backend.trace import Traced
+    from pitstop.engine.vllm_backend.loader_trace import Traced
 
 _PLAIN: Final = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"})
 """vLLM's ways of computing that use a parameter where it is, on a GPU. Some rearrange it first."""

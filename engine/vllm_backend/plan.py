@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from pitstop.engine.vllm_backend.layers import derives, derives_from_others, holdings, kind_of, unfit
-from pitstop.engine.vllm_backend.trace import Move, trace
+from pitstop.engine.vllm_backend.loader_trace import Move, trace
 
 if TYPE_CHECKING:
     from pitstop.engine.worker_ports import TensorSpec

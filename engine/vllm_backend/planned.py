@@ -21,7 +21,7 @@ from pitstop.engine.worker_ports import Ways
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pitstop.engine.vllm_backend.trace import Move
+    from pitstop.engine.vllm_backend.loader_trace import Move
     from pitstop.engine.worker_ports import TensorSpec
 
     Tensors = Sequence[tuple[TensorSpec, Tensor]]

@@ -1,6 +1,6 @@
 """Trainer and engine on one GPU: refits by CUDA IPC, staged and in place, under every policy. Run as a script.
 
-    python3 tests/gpu/ipc_h200.py OUT.json [--shape 0.5b | 7b]
+    python3 tests/gpu/ipc_h200.py OUT.json [--shape 0.5b | 7b] [--staging host]
 
 The trainer is a process of its own that lends its ring; it also scores what the engine made: the logprobs of each
 segment, teacher-forced through the weights that the segment's span names (and, under `keep`, through the cache that
@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from pitstop.engine import RolloutEngine, SamplingParams
 from pitstop.engine.errors import PitstopError
 from pitstop.engine.lifecycle import Phase
+from pitstop.engine.ports import Observer
+from pitstop.transports import Buffers, room
 from tests.gpu.refit_h200 import SHAPES, checkpoint, greedy, prompt, same
 
 SHAPES["7b"] = {
@@ -94,6 +96,7 @@ class Trainer:
             return {"error": error.slug, "message": error.message}
         return {
             "outcome": report.outcome.value, "transport": report.transport, "nbytes": report.nbytes,
+            "staging": report.staging, "why": report.staging_reason,
             "seconds": round(report.seconds, 4), "sent_s": round(sent, 4),
             "bubble_s": report.bubble and round(report.bubble, 4),
             **{f"{k}_s": round(v, 4) for k, v in report.phase_seconds.items()},
@@ -149,9 +152,13 @@ class Child:
         return found
 
 
-def launch(path: Path, **more: Any) -> RolloutEngine:
+def launch(
+    path: Path, *, buffers: Buffers | None = None, observer: Observer | None = None, **more: Any
+) -> RolloutEngine:
     return RolloutEngine.launch(
         path,
+        buffers=buffers,
+        observer=observer,
         engine_args={
             "skip_tokenizer_init": True, "max_model_len": 2048, "dtype": "bfloat16", "gpu_memory_utilization": 0.4,
             "max_num_seqs": 128, "compilation_config": {"cudagraph_capture_sizes": [1, 8, 64]}, **more,
@@ -184,7 +191,9 @@ async def checked(trainer: Child, done: Any, ids: list[int], held: dict[int, int
     return seen
 
 
-async def policies(engine: RolloutEngine, trainer: Child, version: int, held: dict[int, int]) -> dict[str, Any]:
+async def policies(
+    engine: RolloutEngine, trainer: Child, version: int, held: dict[int, int], wanted: str
+) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for mode in ("staged", "in_place"):
         for policy in ("keep", "recompute", "wait", "abort"):
@@ -201,6 +210,7 @@ async def policies(engine: RolloutEngine, trainer: Child, version: int, held: di
             out[f"{mode}_{policy}"] = seen
             assert seen["outcome"] == "committed", seen
             assert seen["transport"] == "cuda_ipc", seen
+            assert seen["staging"] == (wanted if mode == "staged" else "none"), seen
             said(mode, policy, seen["spans"], seen["finish"], seen["segments"])
     return out
 
@@ -238,7 +248,7 @@ async def run(shape: str, out: dict[str, Any]) -> None:
                     assert seen.get("transport") == "cuda_ipc", seen
                     assert not seen["differ"]
             out["tensors"] = len(truth)
-            out |= await policies(engine, trainer, version, held)
+            out |= await policies(engine, trainer, version, held, out["wanted_staging"])
             version = max(held)
             out["killed"] = await killed(engine, trainer, [t0, t1], version, truth)
             for seen in (value for value in out.values() if isinstance(value, dict) and "segments" in value):
@@ -275,17 +285,23 @@ async def killed(
     return out
 
 
+def shapes_only(folder: Path, shape: str) -> Path:
+    """A checkpoint without weights, for an engine that makes its own up."""
+    path = folder / shape
+    path.mkdir()
+    config = {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096, "rope_theta": 1e6, "torch_dtype": "bfloat16", "bos_token_id": 1,
+        "eos_token_id": 2, "use_sliding_window": False, **SHAPES[shape],
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
 async def big(out: dict[str, Any]) -> None:
     """7B shapes, random weights: no truth but the digests; what the phases take."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "7b"
-        path.mkdir()
-        config = {
-            "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 4096, "rope_theta": 1e6, "torch_dtype": "bfloat16", "bos_token_id": 1,
-            "eos_token_id": 2, "use_sliding_window": False, **SHAPES["7b"],
-        }  # fmt: skip
-        (path / "config.json").write_text(json.dumps(config))
+        path = shapes_only(Path(folder), "7b")
         async with launch(path, load_format="dummy") as engine:
             trainer = Child(engine.address, [path, path])
             assert await trainer.answer() == "ready"
@@ -305,8 +321,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", default="0.5b")
+    parser.add_argument("--staging", choices=("device", "host"), default="device")
     args = parser.parse_args()
-    out: dict[str, Any] = {"shape": args.shape}
+    out: dict[str, Any] = {"shape": args.shape, "wanted_staging": args.staging}
+    if args.staging == "host":
+        room._DEVICE_HEADROOM = 1 << 60  # type: ignore[misc]
     # So that a run that is cut short tells how far it came.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     faulthandler.dump_traceback_later(240, repeat=True)

@@ -18,6 +18,7 @@ from pitstop.transports.remote import RemoteSending
 from pitstop.transports.room import Buffers
 from pitstop.transports.shared_memory import SharedMemoryTransport
 from tests.transports.children import Child, Worker
+from tests.transports.lent import layout
 from tests.transports.weights import inventory, weights
 
 
@@ -31,6 +32,7 @@ class Rig:
     progress: list[Progress] = field(default_factory=list)
     mode: Mode = "auto"
     buffers: list[int] = field(default_factory=list)  # inodes of the segments used
+    spare: int | None = None  # memory of the GPU that `lent` makes believe in; None: receivers are on none
 
     async def offer(self) -> RemoteSending:
         async with asyncio.timeout(30):
@@ -39,8 +41,10 @@ class Rig:
     async def plan(self, sending: Sending, workers: Sequence[Child | Worker]) -> Sequence[Ticket]:
         manifest = route(sending.offer, self.model)
         layouts = [WorkerLayout("r0", 1, n, len(workers), w.pid, "cpu") for n, w in enumerate(workers)]
+        if self.spare is not None:
+            layouts = [layout(n, len(workers), w.pid, self.spare) for n, w in enumerate(workers)]
         tickets = await self.transport.plan(sending.offer, manifest, layouts, self.limits, self.mode)
-        self.buffers += [os.stat(ticket.buffer).st_ino for ticket in tickets[:1]]
+        self.buffers += [os.stat(ticket.buffer).st_ino for ticket in tickets[:1] if ticket.buffer]
         return tickets
 
     async def refit(self, sending: Sending, workers: Sequence[Child | Worker], *, release: bool = True) -> RefitReport:

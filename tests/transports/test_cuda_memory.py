@@ -16,8 +16,19 @@ import pytest
 import torch
 
 from pitstop.engine.errors import LocalError, PeerLost, WorkerFailed
+from pitstop.engine.worker_ports import Ticket
 from pitstop.transports import cuda_memory
-from pitstop.transports.cuda_memory import BorrowedRing, LentRing, borrow, device_id, device_of, forget, over
+from pitstop.transports.cuda_memory import (
+    BorrowedRing,
+    LentRing,
+    borrow,
+    device_id,
+    device_of,
+    forget,
+    locked,
+    over,
+)
+from pitstop.transports.spare import Spare
 
 GPU = torch.device("cuda", 1)
 FAKE = r"""
@@ -25,6 +36,7 @@ FAKE = r"""
 #include <string.h>
 typedef struct { unsigned char bytes[64]; } Handle;
 int device = 0, fail_malloc = 0, fail_open = 0, fail_close = 0, lent = 0, open_now = 0, cleared = 0, used_on = -1;
+int locked = 0;
 int cudaGetLastError(void) { cleared++; return 0; }
 const char *cudaGetErrorString(int code) { return code == 2 ? "out of memory" : "something else"; }
 int cudaMalloc(void **at, size_t n) {
@@ -41,6 +53,11 @@ int cudaIpcOpenMemHandle(void **at, Handle from, unsigned flags) {
     memcpy(at, from.bytes + 7, sizeof *at); open_now++; used_on = device; return 0;
 }
 int cudaIpcCloseMemHandle(void *at) { open_now--; return fail_close; }
+int cudaHostAlloc(void **at, size_t n, unsigned flags) {
+    if (fail_malloc) return fail_malloc;
+    used_on = device; locked++; *at = malloc(n); return flags == 1 ? 0 : 1;
+}
+int cudaFreeHost(void *at) { free(at); locked--; return 0; }
 """
 
 
@@ -60,7 +77,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def cuda(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CDLL]:
     fake = CDLL(str(library))
-    for name in ("device", "fail_malloc", "fail_open", "fail_close", "lent", "open_now", "cleared"):
+    for name in ("device", "fail_malloc", "fail_open", "fail_close", "lent", "open_now", "cleared", "locked"):
         c_int.in_dll(fake, name).value = 0
     cuda_memory._runtime.cache_clear()
     monkeypatch.setattr(cuda_memory, "_found", lambda: str(library))
@@ -77,7 +94,7 @@ def cuda(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CDLL]:
     yield fake
     forget("engine")
     gc.collect()
-    assert (value(fake, "lent"), value(fake, "open_now"), value(fake, "device")) == (0, 0, 0)
+    assert [value(fake, name) for name in ("lent", "locked", "open_now", "device")] == [0, 0, 0, 0]
     cuda_memory._runtime.cache_clear()
 
 
@@ -145,6 +162,51 @@ def test_errors_say_what_happened_and_leave_nothing_for_torch_to_find(cuda: CDLL
     assert value(cuda, "cleared") == 3
     with pytest.raises(LocalError, match="64 bytes, not 3"):
         BorrowedRing(GPU, b"abc", 4096)
+
+
+def test_locked_memory_lives_as_long_as_any_view_of_it(cuda: CDLL) -> None:
+    memory = locked(GPU, 4096)
+    assert (value(cuda, "locked"), value(cuda, "used_on"), memory.nbytes, memory.device.type) == (1, 1, 4096, "cpu")
+    view = memory[512:1024].view(torch.bfloat16)
+    del memory
+    gc.collect()
+    assert value(cuda, "locked") == 1
+    view.fill_(1.0)
+    del view
+    gc.collect()
+    assert value(cuda, "locked") == 0
+
+
+def test_where_no_memory_can_be_locked_versions_wait_in_ordinary_memory_and_the_log_says_so(
+    cuda: CDLL, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(cuda, "fail_malloc", 2)
+    with pytest.raises(WorkerFailed, match="no 3 MiB of page-locked memory"):
+        locked(GPU, 3 << 20)
+    with caplog.at_level(logging.WARNING):
+        memory = Spare().take(3 << 20, GPU)
+    assert (memory.nbytes, memory.device.type) == (3 << 20, "cpu")
+    assert "copies take longer" in caplog.text
+
+
+def test_locked_memory_is_kept_for_the_next_version_and_ordinary_memory_is_not_taken_for_it(cuda: CDLL) -> None:
+    spare, ticket = Spare(), Ticket("r", "r0", 1, 0, "", "", 0, (), "", "", 1.0, 1.0)
+    spare.free(ticket, spare.take(4096), None)
+    memory = spare.take(4096, GPU)
+    assert value(cuda, "locked") == 1
+    address = memory.data_ptr()
+    spare.free(ticket, memory, GPU)
+    assert spare.take(2048, GPU).data_ptr() == address
+    spare.free(ticket, memory, GPU)
+    del memory
+    larger = spare.take(8192, GPU)  # the old one is let go of before there is another
+    gc.collect()
+    assert (value(cuda, "locked"), larger.nbytes) == (1, 8192)
+    spare.free(ticket, larger, GPU)
+    del larger
+    spare.drop()
+    gc.collect()
+    assert value(cuda, "locked") == 0
 
 
 def test_a_close_that_fails_is_said_and_not_raised(cuda: CDLL, caplog: pytest.LogCaptureFixture) -> None:

@@ -244,3 +244,35 @@ def test_chunks_cover_every_word_once_and_nothing_else(
             assert word == at
             at += words
         assert at == (start[row] + count[row]) * (kinds[row][0] // min(kinds[row][0], 2))
+
+
+@pytest.mark.parametrize("most", [1, 5000, 20_000, 1 << 40])
+def test_a_bucket_in_pieces_is_the_same_bucket_and_no_piece_is_much_larger_than_asked_for(
+    kernel: str, most: int
+) -> None:
+    sizes = [40_000, 6, 0, 1, 9000, 12_346]
+    sources = [content(nbytes, 2 * (n % 2), n) for n, nbytes in enumerate(sizes)]
+    targets = [torch.zeros_like(source) for source in sources]
+    n, width = len(sources), [2, 2, 2, 1, 1, 2]
+    parts = Parts(
+        np.zeros(n, np.int64), np.arange(n), column(width), np.zeros(n, np.int64),
+        column([source.nbytes // w for source, w in zip(sources, width, strict=True)]),
+        column([source.data_ptr() for source in sources]), column([target.data_ptr() for target in targets]),
+        np.full(n, False),
+    )  # fmt: skip
+    work = CudaWork(CPU, n, parts, "source", chunk=2)
+    seen, copied = [], []
+    for nbytes in work.pieces(0, np.zeros(n, np.int64), most):
+        seen.append(nbytes)
+        copied.append(sum(int(target.count_nonzero()) for target in targets))
+    assert [int(d) for d in work.digests()] == [reference(raw(s), w) for s, w in zip(sources, width, strict=True)]
+    assert all(torch.equal(*pair) for pair in zip(sources, targets, strict=True))
+    assert copied[0] == 0, "a piece is asked for before it goes, not after"
+    assert copied == sorted(copied)
+    if kernel == "torch":
+        assert seen == [sum(sizes)]
+    else:
+        # A chunk is the least that there is: 2 blocks of 1024 words here.
+        assert abs(sum(seen) - sum(sizes)) <= len(seen)
+        assert max(seen) <= max(most, 4096), "and one at least"
+        assert (len(seen) == 21) is (most <= 5000)

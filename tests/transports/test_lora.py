@@ -142,7 +142,7 @@ def test_what_is_merged_is_not_offered_as_something_that_lies_on_a_gpu(monkeypat
     assert isinstance(source, MergedSource)
     assert device_of(source) == ""
     with pytest.raises(OfferRejected, match="merged as it is sent"):
-        source.lendable([0])
+        source.lendable([Slot(0, "float32", 0)])
 
 
 @pytest.mark.parametrize("piece", ["module.", "_orig_mod.", "_fsdp_wrapped_module."])
@@ -155,7 +155,7 @@ def test_wrappers_around_and_within_a_wrapped_model_do_not_hide_its_adapters(pie
     model = tuned()
     wanted = sent(source_of(model))
     layers(model).proj = Around(layers(model).proj)
-    from pitstop.engine.refit import plain
+    from pitstop.engine.naming import plain
 
     found = sent(source_of(Around(model)))
     same({plain(name): value for name, value in found.items()}, wanted)

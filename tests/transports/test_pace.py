@@ -14,7 +14,7 @@ from pitstop.engine.worker_ports import ITEMSIZE, Manifest, Offer, TensorSpec, T
 from pitstop.transports.buckets import ALIGNMENT, cut
 from pitstop.transports.messages import Drained, Lend, Report
 from pitstop.transports.pace import Pace
-from pitstop.transports.room import Buffers, choose
+from pitstop.transports.room import Buffers, choose, pace
 from pitstop.transports.seats import Pacing, Seated, Underway
 
 GIB = 1 << 30
@@ -122,7 +122,7 @@ def layout(device: str = "", spare: int = 0) -> WorkerLayout:
         (8 * GIB, "", "auto", 8 * GIB, "shared_memory_ring", True),
         (6 * GIB, "cuda:a", "auto", 8 * GIB, "cuda_ipc", False),
         (6 * GIB, "cuda:a", "in_place", 8 * GIB, "cuda_ipc", True),
-        (60 * GIB, "cuda:a", "auto", 8 * GIB, "cuda_ipc", True),
+        (60 * GIB, "cuda:a", "auto", 90 * GIB, "cuda_ipc", True),
         (1 * GIB, "cuda:b", "auto", 8 * GIB, "shared_memory", False),
     ],
 )
@@ -135,13 +135,72 @@ def test_the_way_follows_from_size_place_and_wish(
     assert bool(way.slots) is (name != "shared_memory")
 
 
-@pytest.mark.parametrize(("device", "free"), [("", 2 * GIB), ("cuda:a", 99 * GIB)])
+@pytest.mark.parametrize(
+    ("nbytes", "mode", "free", "most", "staging", "why"),
+    [
+        (6, "auto", 8, None, "device", "of which 20.00 GiB are free"),
+        (6, "in_place", 99, None, "none", "in place was asked for"),
+        (19, "auto", 99, None, "host", "staging needs 20.25 GiB: it waits in host memory, 19.00 GiB"),
+        (19, "staged", 99, 19 * GIB, "host", "host memory, 19.00 GiB"),
+        (19, "auto", 99, 18 * GIB, "none", "in host memory it needs 19.00 GiB, of 18.00 GiB (Buffers.most_nbytes)"),
+        (19, "auto", 19, None, "none", "in host memory it needs 19.00 GiB, of 18.75 GiB (limit of this machine)"),
+    ],
+)
+def test_a_version_is_staged_where_there_is_room_and_the_reason_says_what_decided(
+    nbytes: int, mode: str, free: int, most: int | None, staging: str, why: str
+) -> None:
+    buffers = Buffers(most_nbytes=most)
+    way = choose(
+        nbytes * GIB, "cuda:a", [layout("cuda:a", 20 * GIB)], mode, buffers, free * GIB, "this machine"  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert (way.name, way.staging) == ("cuda_ipc", staging)
+    assert why in way.why
+
+
+def test_two_receivers_of_a_gpu_need_twice_the_room_and_what_they_keep_of_host_memory_counts_as_free() -> None:
+    both, buffers = [layout("cuda:a", 20 * GIB)] * 2, Buffers()
+    assert choose(9 * GIB, "cuda:a", both, "auto", buffers, 99 * GIB, "this machine").staging == "device"
+    assert choose(10 * GIB, "cuda:a", both, "auto", buffers, 21 * GIB, "this machine").staging == "host"
+    assert choose(10 * GIB, "cuda:a", both, "auto", buffers, 20 * GIB, "this machine").staging == "none"
+    assert choose(10 * GIB, "cuda:a", both, "auto", buffers, 20 * GIB, "this machine", 1 * GIB).staging == "host"
+
+
+@pytest.mark.parametrize(
+    ("device", "mode", "rate", "receivers", "limits", "found"),
+    [
+        ("cuda:a", "staged", 19 * GIB, 1, (120.0, 5.0), 19 * GIB),
+        ("cuda:a", "staged", 19 * GIB, 2, (120.0, 5.0), 19 * GIB // 2),  # together, since they share it
+        ("cuda:a", "staged", None, 1, (120.0, 5.0), 0),
+        ("cuda:a", "in_place", 19 * GIB, 1, (120.0, 5.0), 0),  # nobody is served that could be slowed down
+        ("", "staged", 19 * GIB, 1, (120.0, 5.0), 0),
+        ("cuda:a", "staged", 1, 1, (120.0, 5.0), (64 << 20) // 15),  # or it would be evicted over a bucket
+    ],
+)
+def test_only_what_is_staged_on_a_gpu_that_serves_is_paced_and_never_so_slowly_that_it_is_evicted(
+    device: str, mode: str, rate: int | None, receivers: int, limits: tuple[float, float], found: int
+) -> None:
+    buffers, all_of_them = Buffers(stage_nbytes_per_s=rate), [layout("cuda:a", 20 * GIB)] * receivers
+    way = choose(2 * GIB, device, all_of_them, mode, buffers, 99 * GIB, "this machine")  # type: ignore[arg-type]
+    assert pace(way, buffers, receivers, limits) == found
+
+
+@pytest.mark.parametrize(("device", "free"), [("", 2 * GIB), ("cuda:a", 2 * GIB)])
 def test_staging_that_fits_nowhere_is_refused_and_says_what_would_do(device: str, free: int) -> None:
     with pytest.raises(OfferRejected, match="in_place"):
         choose(3 * GIB, device, [layout("cuda:a", 3 * GIB)], "staged", Buffers(), free, "this machine")
 
 
-@pytest.mark.parametrize("wrong", [{"slots": 0}, {"slots": 2000}, {"slot_nbytes": 100}, {"most_nbytes": -1}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"slots": 0},
+        {"slots": 2000},
+        {"slot_nbytes": 100},
+        {"most_nbytes": -1},
+        {"stage_nbytes_per_s": 0},
+        {"stage_nbytes_per_s": 1.5},
+    ],
+)
 def test_buffers_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(wrong))):
         Buffers(**wrong)

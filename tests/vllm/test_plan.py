@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pitstop.engine.errors import MissingTensors, PitstopError
-from pitstop.engine.vllm_backend import plan, trace
-from pitstop.engine.vllm_backend.trace import Traced
+from pitstop.engine.vllm_backend import loader_trace, plan
+from pitstop.engine.vllm_backend.loader_trace import Traced
 from pitstop.engine.worker_ports import WorkerOp
 from tests.checkpoints import shapes, tensors, write
 from tests.vllm.conftest import Garage
@@ -77,7 +77,7 @@ async def test_what_cannot_be_copied_is_reloaded_beside_what_can(
 
 def swapped(spoil: Callable[[Traced], None]) -> Callable[..., Traced]:
     def traced(model: Any, specs: Any) -> Traced:
-        found = trace.trace(model, specs)
+        found = loader_trace.trace(model, specs)
         spoil(found)
         return found
 

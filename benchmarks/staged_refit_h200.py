@@ -1,0 +1,219 @@
+"""A staged refit of 7B shapes under 64 live streams, beside vLLM's own weight transfer. Run by hand on a GPU host.
+
+    python3 benchmarks/staged_refit_h200.py OUT.json [--peer PEER.py] [--pace 19 --pace 0 ...] [--gpu-memory 0.4]
+
+Trainer and engine share the first GPU; the peer (`peer_vllm025_nccl.py`), where it is named, takes two, in this run.
+A `--pace` is in GiB/s, 0 for none: each is an engine of its own. Measured are its steady token rate, the rate while a
+version is staged, the longest time without a token of any stream (as the peer measures it), the bubble by our own
+report, and the total: medians of `--refits`. With `--gpu-memory 0.7` a GPU of 139 GiB has no room, and the version is
+staged in host memory, as the output then says. Budgets: DESIGN 10.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pitstop.engine.ports import NullObserver, Scalar, Transition, Work
+
+STREAMS = 64
+PEER_S = 420.0
+_LINE = re.compile(r"mode=(\w+) clear=(\w+) .*total ([\d.]+) bubble ([\d.]+)")
+_STEADY = re.compile(r"steady tok/s ([\d.]+)")
+
+
+class Stamps:
+    """When tokens came, and how many."""
+
+    def __init__(self) -> None:
+        self._at: list[int] = []
+        self._sum = [0]
+
+    def add(self, at: int, tokens: int) -> None:
+        """So many came at that nanosecond, not before the last ones."""
+        self._at.append(at)
+        self._sum.append(self._sum[-1] + tokens)
+
+    def rate(self, begin: int, end: int) -> float:
+        """Tokens per second between two nanoseconds."""
+        low, high = bisect_left(self._at, begin), bisect_right(self._at, end)
+        return (self._sum[high] - self._sum[low]) / max(1, end - begin) * 1e9
+
+    def gap(self, begin: int, end: int) -> float:
+        """Seconds from the last token up to `begin` to the first one after `end`; nan if there is none on a side."""
+        low, high = bisect_right(self._at, begin) - 1, bisect_right(self._at, end)
+        return (self._at[high] - self._at[low]) / 1e9 if low >= 0 and high < len(self._at) else float("nan")
+
+
+class Watch(NullObserver):
+    """When versions were staged, and when the replica was suspended and served again."""
+
+    def __init__(self) -> None:
+        self.stages: list[tuple[int, int]] = []
+        self.swaps: list[tuple[int, int]] = []
+        self._open: dict[str, int] = {}
+
+    def opened(self, work: Work) -> Mapping[str, str]:
+        """Note when staging begins."""
+        self._open[work.key] = work.at
+        return work.headers
+
+    def closed(self, key: str, at: int, error: str | None = None, detail: Mapping[str, Scalar] | None = None) -> None:
+        """Note when it ends."""
+        began = self._open.pop(key, None)
+        if began is not None and key.startswith("stage:") and error is None:
+            self.stages.append((began, at))
+
+    def transition(self, change: Transition) -> None:
+        """Note the way from a suspend to the next serving."""
+        if change.after.value == "suspending":
+            self._open["swap"] = change.at
+        elif change.after.value == "serving" and "swap" in self._open:
+            self.swaps.append((self._open.pop("swap"), change.at))
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median of some values, the least and the most."""
+    ordered = sorted(values)
+    return {
+        "median": round(statistics.median(ordered), 5), "least": round(ordered[0], 5), "most": round(ordered[-1], 5)
+    }  # fmt: skip
+
+
+def peer_of(printed: str) -> dict[str, Any]:
+    """Return what the peer printed: its rate, and of its refits the seconds in all and without a token."""
+    refits = [(clear == "True", float(total), float(bubble)) for _, clear, total, bubble in _LINE.findall(printed)]
+    steady = _STEADY.search(printed)
+    if not refits or steady is None:
+        raise ValueError(f"the peer printed no refit: {printed[-500:]!r}")
+    return {
+        "steady_tok_s": float(steady[1]), "refits": len(refits),
+        "total_s": spread([total for _, total, _ in refits]), "bubble_s": spread([bubble for *_, bubble in refits]),
+    }  # fmt: skip
+
+
+def peer(script: Path, model: Path) -> dict[str, Any]:
+    """Run the peer. It takes two GPUs."""
+    done = subprocess.run(
+        [sys.executable, str(script), str(model)], capture_output=True, text=True, timeout=PEER_S, check=False
+    )
+    try:
+        return peer_of(done.stdout)
+    except ValueError as error:
+        return {"failed": f"{error}; {done.stderr[-2000:]}"}
+
+
+def found(stamps: Stamps, watch: Watch, reports: Sequence[Mapping[str, Any]], steady: float) -> dict[str, Any]:
+    """Return the figures of one engine's refits, of which the first warmed it up."""
+    rates = [stamps.rate(*stage) for stage in watch.stages][1:]
+    gaps = [stamps.gap(*swap) for swap in watch.swaps][1:]
+    reports = reports[1:]
+    return {
+        "steady_tok_s": round(steady, 1), "refits": len(reports), "staging": sorted({r["staging"] for r in reports}),
+        "why": reports[-1]["why"], "nbytes": reports[-1]["nbytes"],
+        "staging_tok_s": spread(rates), "staging_ratio": spread([rate / steady for rate in rates]),
+        "stage_s": spread([r["stage_s"] for r in reports]), "bubble_s": spread(gaps),
+        "reported_bubble_s": spread([r["bubble_s"] for r in reports if r["bubble_s"] is not None]),
+        "total_s": spread([r["seconds"] for r in reports]),
+    }  # fmt: skip
+
+
+async def ours(path: Path, pace: float, refits: int, gpu_memory: float) -> dict[str, Any]:
+    """Refit one engine some times under streams that never end."""
+    from pitstop.engine import RolloutEngine
+    from pitstop.transports import Buffers
+    from tests.gpu.ipc_h200 import LONG, Child, launch
+    from tests.gpu.refit_h200 import prompt
+
+    stamps, watch, stop = Stamps(), Watch(), False
+
+    async def stream(engine: RolloutEngine, n: int) -> None:
+        while not stop:
+            async for chunk in engine.stream(prompt(n), LONG):
+                stamps.add(time.time_ns(), len(chunk.token_ids))
+                if stop:
+                    break
+
+    buffers = Buffers(stage_nbytes_per_s=int(pace * (1 << 30)) or None)
+    more = {"load_format": "dummy", "gpu_memory_utilization": gpu_memory}
+    async with launch(path, buffers=buffers, observer=watch, **more) as engine:
+        trainer = Child(engine.address, [path, path])
+        assert await trainer.answer() == "ready"
+        streams = [asyncio.create_task(stream(engine, n)) for n in range(STREAMS)]
+        await asyncio.sleep(6)
+        began = time.time_ns()
+        await asyncio.sleep(3)
+        steady = stamps.rate(began, time.time_ns())
+        reports = []
+        for version in range(1, refits + 2):
+            reports.append(await trainer.ask("publish", version % 2, version, {"mode": "staged"}))
+            await asyncio.sleep(1.5)
+        stop = True
+        await asyncio.wait(streams, timeout=10)
+        trainer.pipe.send(None)
+    failed = [report for report in reports if report.get("outcome") != "committed"]
+    return {"failed": failed} if failed else found(stamps, watch, reports, steady)
+
+
+def compared(out: dict[str, Any]) -> dict[str, Any]:
+    """Return the ratios that DESIGN 10 has budgets for, by pace."""
+    theirs = out.get("peer", {})
+    return {
+        name: {
+            "staging_ratio": one["staging_ratio"]["median"],
+            **{
+                f"{what}_to_peer": round(one[f"{what}_s"]["median"] / theirs[f"{what}_s"]["median"], 4)
+                for what in ("bubble", "total") if "refits" in theirs
+            },
+        }
+        for name, one in out["ours"].items() if "refits" in one
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure, and write everything after each part: a run that is cut short tells how far it came."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--peer", type=Path)
+    parser.add_argument("--pace", type=float, action="append")
+    parser.add_argument("--refits", type=int, default=5)
+    parser.add_argument("--gpu-memory", type=float, default=0.4)
+    args = parser.parse_args()
+    from tests.checkpoints import tokenizer_json
+    from tests.gpu.ipc_h200 import shapes_only
+
+    out: dict[str, Any] = {"ours": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        path = shapes_only(Path(folder), "7b")
+        (path / "tokenizer.json").write_text(tokenizer_json())
+        try:
+            for pace in args.pace or [19.0]:
+                out["ours"][f"{pace:g}"] = asyncio.run(ours(path, pace, args.refits, args.gpu_memory))
+                args.out.write_text(json.dumps(out, indent=1))
+            if args.peer is not None:
+                out["peer"] = peer(args.peer, path)
+            out["compared"] = compared(out)
+        except BaseException:
+            out["broken"] = traceback.format_exc()
+            raise
+        finally:
+            args.out.write_text(json.dumps(out, indent=1))
+    print(json.dumps(out, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What the benchmark of staged refits makes of what it sees: that needs no GPU, unlike the rest of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.staged_refit_h200 import Stamps, Watch, compared, found, peer_of
+from pitstop.engine.lifecycle import Phase
+from pitstop.engine.ports import Transition, Work
+
+SECOND = 1_000_000_000
+PRINTED = """bytes 14.19 GiB 339 tensors
+up 41.0
+inited
+steady tok/s 10410.3
+mode=keep clear=True pause 0.0389 start 0.0133 update 0.0859 (sender 0.0835 = 170 GiB/s) finish 0.0050 resume 0.0015 total 0.1445 bubble 0.1705
+mode=keep clear=False pause 0.0741 start 0.0082 update 0.1265 (sender 0.1240 = 114 GiB/s) finish 0.0060 resume 0.0023 total 0.2170 bubble 0.2207
+mode=keep clear=False pause 0.0322 start 0.0091 update 0.1271 (sender 0.1240 = 114 GiB/s) finish 0.0068 resume 0.0021 total 0.1773 bubble 0.1771
+"""  # noqa: E501 - as it prints
+
+
+def test_what_the_peer_prints_is_understood_and_silence_is_no_figure() -> None:
+    peer = peer_of(PRINTED)
+    assert (peer["steady_tok_s"], peer["refits"]) == (10410.3, 3)
+    assert peer["bubble_s"] == {"median": 0.1771, "least": 0.1705, "most": 0.2207}
+    assert peer["total_s"]["median"] == 0.1773
+    with pytest.raises(ValueError, match="printed no refit"):
+        peer_of("Traceback: out of memory")
+
+
+def test_rates_and_gaps_are_those_of_the_time_asked_for() -> None:
+    stamps = Stamps()
+    for n in range(100):
+        stamps.add(n * SECOND // 10, 8)
+    stamps.add(12 * SECOND, 8)
+    assert stamps.rate(2 * SECOND + 1, 4 * SECOND) == pytest.approx(80)
+    assert stamps.rate(10 * SECOND, 11 * SECOND) == 0
+    assert stamps.gap(9 * SECOND + 950_000_000, 11 * SECOND) == pytest.approx(2.1)
+    assert stamps.gap(13 * SECOND, 14 * SECOND) != stamps.gap(13 * SECOND, 14 * SECOND), "no token after it: no figure"
+
+
+def test_an_engines_refits_are_told_apart_by_what_the_observer_saw_and_the_first_one_does_not_count() -> None:
+    stamps, watch = Stamps(), Watch()
+    for n in range(4000):
+        at = n * SECOND // 100
+        staging = 15 <= n / 100 < 17
+        if not 17.0 <= n / 100 < 17.5:
+            stamps.add(at, 9 if staging else 10)
+    for begin in (5, 15):
+        watch.opened(Work("stage", f"stage:{begin}", begin * SECOND))
+        watch.closed(f"stage:{begin}", (begin + 2) * SECOND)
+        for before, after, later in (
+            (Phase.SERVING, Phase.SUSPENDING, 2.0), (Phase.RESUMING, Phase.SERVING, 2.45)
+        ):  # fmt: skip
+            watch.transition(Transition("r", 1, before, "E", after, int((begin + later) * SECOND)))
+    report = {
+        "staging": "device", "why": "there is room", "nbytes": 1, "stage_s": 2.0, "bubble_s": 0.5, "seconds": 2.6
+    }  # fmt: skip
+    one = found(stamps, watch, [report, report], 1000.0)
+    assert one["refits"] == 1
+    assert one["staging_ratio"]["median"] == pytest.approx(0.9, abs=0.01)
+    assert one["bubble_s"]["median"] == pytest.approx(0.51, abs=0.011)
+    assert compared({"ours": {"19": one}, "peer": peer_of(PRINTED)}) == {
+        "19": {
+            "staging_ratio": one["staging_ratio"]["median"], "total_to_peer": round(2.6 / 0.1773, 4),
+            "bubble_to_peer": round(one["bubble_s"]["median"] / 0.1771, 4),
+        }
+    }  # fmt: skip
+    assert compared({"ours": {"19": one}}) == {"19": {"staging_ratio": one["staging_ratio"]["median"]}}
