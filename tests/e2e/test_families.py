@@ -152,7 +152,7 @@ def vision_language(kind: str) -> Any:
     }  # fmt: skip
     vision = {"hidden_size": 32, "intermediate_size": 64, "image_size": 28, "patch_size": 14}
     layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
-    config = {
+    configs: dict[str, Any] = {
         "gemma3": lambda: Gemma3Config(text_config=text, vision_config={**vision, **layers}),
         "llava": lambda: LlavaConfig(text_config={**text, "model_type": "llama"}, vision_config={
             **vision, **layers, "model_type": "clip_vision_model",
@@ -160,8 +160,8 @@ def vision_language(kind: str) -> Any:
         "qwen2_5_vl": lambda: Qwen2_5_VLConfig(text_config=text, vision_config={
             "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "depth": 1, "num_heads": 2,
         }),
-    }[kind]()  # fmt: skip
-    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    }  # fmt: skip
+    return AutoModelForImageTextToText.from_config(configs[kind](), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "llava", "qwen2_5_vl"])
