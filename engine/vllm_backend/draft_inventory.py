@@ -84,7 +84,11 @@ def with_drafter(inventory: Inventory, folder: Path, draft: Draft | None) -> Inv
     if specs is not None:
         tied = {f"{PREFIX}{twin}": f"{PREFIX}{base}" for twin, base in specs.tied.items()}
         added = tuple(replace(spec, name=f"{PREFIX}{spec.name}") for spec in specs.tensors)
-        inventory = _added(inventory, added, tied)
+        # Trainers pad a drafter's vocabulary as they do the target's.
+        inventory = replace(
+            _added(inventory, added, tied),
+            vocabulary=(*inventory.vocabulary, *(f"{PREFIX}{name}" for name in specs.vocabulary)),
+        )
     layers = layers_of(folder)
     try:
         behind = list(_behind(folder, layers))

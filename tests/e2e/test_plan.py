@@ -14,6 +14,7 @@ from pitstop.engine import Outcome, RolloutEngine, SamplingParams
 from pitstop.engine.errors import DigestMismatch
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.refit import POLICIES
+from pitstop.engine.vllm_backend.planned import PROVES
 from pitstop.telemetry import journal
 from pitstop.transports import Buffers
 from tests.checkpoints import shapes
@@ -56,6 +57,31 @@ async def test_planned_versions_equal_a_fresh_engine_in_any_order_and_any_bucket
                 assert (ways.copied, ways.reloaded, ways.why) == (len(named), 0, "")
                 assert await engine.fingerprints() == tensors
                 assert await greedy(engine) == tokens
+
+
+async def test_the_way_of_every_tensor_is_told_on_request(launch: Launch, checkpoint: Checkpoint) -> None:
+    async with launch("llama", 0, replicas=2, **PLAIN) as engine:
+        ways = await engine.load_ways()
+        assert set(ways) == {"replica-0", "replica-1"}
+        assert {way for found in ways.values() for way in found.values()} == {PROVES}
+        await told(engine, checkpoint("llama", 1), 1)
+        ways = await engine.load_ways()
+        assert {name: set(found.values()) for name, found in ways.items()} == {
+            "replica-0": {"copied"}, "replica-1": {"copied"},
+        }  # fmt: skip
+        assert set(ways["replica-0"]) == set(shapes("llama"))
+
+
+async def test_weights_beneath_adapters_are_copied_too(launch: Launch, checkpoint: Checkpoint) -> None:
+    async with launch("llama", 1) as fresh:
+        wanted = await greedy(fresh)
+    async with launch("llama", 0, enable_lora=True, max_lora_rank=8, **PLAIN) as engine:
+        before = await greedy(engine)
+        for version, (path, tokens) in enumerate(((1, wanted), (0, before), (1, wanted)), 1):
+            ways = await told(engine, checkpoint("llama", path), version)
+            assert await greedy(engine) == tokens
+        assert ways.copied + ways.reloaded == len(shapes("llama"))
+        assert ways.copied, ways.why
 
 
 @pytest.mark.parametrize("policy", POLICIES)

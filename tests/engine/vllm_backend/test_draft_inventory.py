@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pitstop.engine.errors import CheckpointUnreadable, MissingTensors, UnexpectedTensors
+from pitstop.engine.errors import CheckpointUnreadable, MissingTensors, ShapeMismatch, UnexpectedTensors
 from pitstop.engine.refit import route
 from pitstop.engine.vllm_backend.arguments import EngineArgumentRejected
 from pitstop.engine.vllm_backend.draft_inventory import Draft, draft_of, tensors_of, with_drafter
@@ -165,3 +166,14 @@ def test_only_the_files_that_hold_draft_layers_are_looked_into(tmp_path: Path) -
 def test_a_drafter_that_is_nowhere_is_told_of(tmp_path: Path) -> None:
     with pytest.raises(CheckpointUnreadable, match="has no tensors of a drafter"):
         tensors_of(layers(made(tmp_path, BASE), trained=False))
+
+
+def test_b79_padding_of_a_trained_drafters_vocabulary_is_trimmed_where_that_is_asked_for(tmp_path: Path) -> None:
+    target, draft = made(tmp_path / "m", BASE), made(tmp_path / "d", [EMBED, "fc.weight"])
+    found = with_drafter(from_headers(target), target, Draft(True, True, str(draft)))
+    padded = {f"draft.{EMBED}": (8, 2)}
+    sent = tuple(replace(spec, shape=padded.get(spec.name, spec.shape)) for spec in found.tensors)
+    with pytest.raises(ShapeMismatch, match="trim"):
+        route(Offer("r", 1, sent), found)
+    manifest = route(Offer("r", 1, sent, vocabulary="trim"), found)
+    assert {row.spec.shape for row in manifest.rows} == {(4, 2)}
