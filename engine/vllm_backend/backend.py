@@ -137,7 +137,8 @@ class VllmBackend:
         )
 
     async def _learn(self, inventory: Inventory) -> None:
-        replies = await self.call_workers(WorkerOp("learn", tensors=inventory.tensors))
+        every = (*inventory.tensors, *(spec for group in inventory.optional for spec in group))
+        replies = await self.call_workers(WorkerOp("learn", tensors=every))
         for reply in replies:
             if reply.error is not None:
                 raise from_record(reply.error)

@@ -63,6 +63,7 @@ class Traced:
 
     `lands` says which parameters a tensor reaches, in whatever way; `computed`, which get something else than copies,
     and what. `forms` are the parameters as a checkpoint is loaded into them; `aliases` lists all names of each.
+    `passing` are those that the live model has no more: what became of them is elsewhere.
     """
 
     moves: dict[str, list[Move]]
@@ -70,6 +71,7 @@ class Traced:
     computed: dict[str, str] = field(default_factory=dict)
     forms: dict[str, Tensor] = field(default_factory=dict)
     aliases: dict[str, list[str]] = field(default_factory=dict)
+    passing: set[str] = field(default_factory=set)
 
     @property
     def first(self) -> dict[str, str]:
@@ -175,6 +177,12 @@ def _stand_ins(model: Module, traced: Traced) -> Iterator[None]:
                         traced.forms[full] = made[id(value)][1]
                     first, held[name] = made[id(value)]
                     traced.aliases.setdefault(first, []).append(full)
+            for held, forms in zip((layer._parameters, layer._buffers), _restorable(layer), strict=True):
+                for name in forms.keys() - layer._parameters.keys() - layer._buffers.keys():
+                    full = f"{prefix}.{name}" if prefix else name
+                    held[name] = traced.forms[full] = _stand_in(layer, name, None)
+                    traced.aliases[full] = [full]
+                    traced.passing.add(full)
         yield
     finally:
         for held, before in kept:
@@ -184,17 +192,24 @@ def _stand_ins(model: Module, traced: Traced) -> Iterator[None]:
 
 def _stand_in(layer: Module, name: str, value: Any) -> Tensor:
     import torch
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
     # As the checkpoint is loaded into it; what post-load work made of it may have another shape and no loader.
-    parameters, buffers = get_layerwise_info(layer).restore_metadata
+    parameters, buffers = _restorable(layer)
     form: Any = parameters.get(name, buffers.get(name, value))
     bare = torch.empty_strided(form.size(), form.stride(), dtype=form.dtype, device="meta")
     bare.__class__ = form.__class__
     bare.__dict__ = form.__dict__.copy()
     stand_in: Tensor = restore_layer_refs(bare, layer)
     return stand_in
+
+
+def _restorable(layer: Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what vLLM's reload would put back: parameters and buffers as they were before anything was loaded."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    parameters, buffers = get_layerwise_info(layer).restore_metadata
+    return parameters, buffers
 
 
 def _current(model: Module, traced: Traced) -> Iterator[tuple[str, Tensor]]:

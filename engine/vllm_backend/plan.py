@@ -106,6 +106,7 @@ def learn(model: Any, specs: Sequence[TensorSpec], *, cpu: bool, least: float = 
             why = unfit(layer, prefix, traced, first, loaded, cpu=cpu)
             if why is not None:
                 bad[prefix] = why
+    bad |= {_layer(name): f"{name} is there only while it loads" for name in traced.passing & landed}
     owners = {base: frozenset(_layer(name) for name in names) for base, names in traced.aliases.items()}
     learned = Learned(
         {name: tuple(found) for name, found in traced.moves.items()},

@@ -227,6 +227,23 @@ def test_a_loader_that_looks_into_what_it_loads_has_no_plan_and_leaves_the_model
     assert all(model.get_parameter(name) is value for name, value in parameters.items())
 
 
+def test_what_is_a_parameter_only_while_it_loads_is_left_to_the_loader() -> None:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    def load(model: Any, name: str, tensor: Tensor) -> None:
+        (model.two.scale if name == "c" else model.one.weight if name == "a" else model.two.weight).data.copy_(tensor)
+
+    model: Any = Toy(load)
+    model.two.scale = nn.Parameter(torch.zeros(1), requires_grad=False)
+    record_metadata_for_reloading(model)
+    del model.two.scale
+    plan = learn(model, made({**content(), "c": torch.ones(1)}), cpu=False)
+    assert plan.reloaded.keys() == {"b", "c"}
+    assert "two.scale is there only while it loads" in plan.reloaded["c"]
+    assert plan.opened == {"two"}
+    assert not hasattr(model.two, "scale")
+
+
 def test_a_tensor_that_is_not_this_ranks_goes_nowhere() -> None:
     plan = learn(Toy(whole), made({**content(), "c": torch.zeros(5)}), cpu=False)
     assert plan.moves["c"] == ()
