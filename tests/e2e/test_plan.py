@@ -73,9 +73,10 @@ async def test_the_way_of_every_tensor_is_told_on_request(launch: Launch, checkp
 
 
 async def test_weights_beneath_adapters_are_copied_too(launch: Launch, checkpoint: Checkpoint) -> None:
-    async with launch("llama", 1) as fresh:
+    args = {"enable_lora": True, "max_lora_rank": 8, **PLAIN}
+    async with launch("llama", 1, **args) as fresh:
         wanted = await greedy(fresh)
-    async with launch("llama", 0, enable_lora=True, max_lora_rank=8, **PLAIN) as engine:
+    async with launch("llama", 0, **args) as engine:
         before = await greedy(engine)
         for version, (path, tokens) in enumerate(((1, wanted), (0, before), (1, wanted)), 1):
             ways = await told(engine, checkpoint("llama", path), version)
