@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pitstop.engine.worker_ports import WorkerLayout
-from pitstop.transports import cuda_memory, memory_link, sources
+from pitstop.transports import cuda_memory, memory_link, tensor_source
 
 GPU: Final = "cuda:pretended"
 CPU: Final = torch.device("cpu")
@@ -47,7 +47,7 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
 
     for name, value in (("LentRing", LentRing), ("BorrowedRing", BorrowedRing), ("device_of", device_of)):
         patch.setattr(cuda_memory, name, value)
-    patch.setattr(sources, "_device", lambda _: GPU)
+    patch.setattr(tensor_source, "_device", lambda _: GPU)
     patch.setattr(memory_link, "_rings", {})
 
 
