@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from pitstop.engine.errors import ProtocolViolation
 from pitstop.engine.refit import route
 from pitstop.engine.worker_ports import Inventory, Manifest, Offer, TensorSpec, Ticket
-from pitstop.transports import checkpoint_source, digest, sources
+from pitstop.transports import checkpoint_source, digest, tensor_source
 from pitstop.transports.buckets import place
 from pitstop.transports.cuda_ring import Drainer, Pourer
 from pitstop.transports.digest import reference
@@ -92,7 +92,7 @@ def of_checkpoint(tensors: dict[str, torch.Tensor], folder: Path) -> Source:
 def test_parts_arrive_bit_for_bit_with_digests_of_their_own(
     make: Make, wire: torch.dtype, slot_nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (digest, sources, checkpoint_source):
+    for module in (digest, tensor_source, checkpoint_source):
         monkeypatch.setattr(module, "CALL_BYTES", 4096)
     tensors = padded()
     source, wanted = make(tensors, tmp_path), expected(tensors, wire)
