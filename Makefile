@@ -4,6 +4,7 @@
 PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
 VENV ?= .venv
+JOBS ?= 2
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -29,8 +30,9 @@ help:
 demo: $(STAMPS)/project
 	$(BIN)/pitstop demo $(ARGS)
 
+# In two processes, file by file: much of the time a test waits for something to be found dead.
 test: $(STAMPS)/project $(STAMPS)/dev
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu" -n $(JOBS) --dist loadfile $(ARGS)
 
 # The vLLM suite on the oldest vLLM that the adapter serves, in an environment of its own. Not a part of CI.
 test-vllm025:
