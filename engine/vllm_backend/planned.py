@@ -47,6 +47,9 @@ class Knowledge:
             self.plan, self.why = learn(model, specs, cpu=cpu), ""
         except Refused as reason:
             self.why = str(reason)
+        except Exception as error:  # noqa: BLE001 - an engine serves, and is refitted, without a plan
+            self.why = f"its loader could not be watched: {type(error).__name__}: {error}"
+            _log.exception("no load plan was made")
 
     def way_of(self, name: str) -> str:
         """Say how the next version's tensor of this name will be loaded: `copied`, or why not."""
@@ -103,7 +106,11 @@ class Proving:
 
     def feed(self, tensors: Tensors) -> None:
         """Load tensors, and note what the parts of them are that the plan would copy."""
+        # First: a loader may write to what it is given.
+        self._note(tensors)
         self.reload.feed(tensors)
+
+    def _note(self, tensors: Tensors) -> None:
         plan = self.knowledge.plan
         if plan is None:
             return
