@@ -229,9 +229,15 @@ def _current(model: Module, traced: Traced) -> Iterator[tuple[str, Tensor]]:
 
 def _tensors(values: Any) -> list[Tensor]:
     import torch
-    from torch.utils._pytree import tree_leaves
 
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    # A model's loader has tens of thousands of operations, and torch's own walk takes longer than each of them.
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    return [tensor for value in values for tensor in _tensors(value)]
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
