@@ -30,8 +30,7 @@ _LOOKED_UP: Final = frozenset(
 
 
 _FILLS: Final = frozenset({"aten::fill_", "aten::zero_"})
-"""What loaders pad a vocabulary with: it stays as the first load has left it. A fill that undoes a copy is found out
-when the plan is proven."""
+"""What loaders pad a vocabulary with. A fill that undoes a copy is found out when the plan is proven."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,15 @@ class Move:
     target: View
 
 
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A place in a parameter that a loader fills with a number, before or beside what it copies."""
+
+    parameter: str
+    target: View
+    value: float
+
+
 @dataclass(slots=True)
 class Traced:
     """What a load does with each tensor. Parameters (and buffers) go by the first of their names.
@@ -72,6 +80,7 @@ class Traced:
     forms: dict[str, Tensor] = field(default_factory=dict)
     aliases: dict[str, list[str]] = field(default_factory=dict)
     passing: set[str] = field(default_factory=set)
+    fills: list[Fill] = field(default_factory=list)
 
     @property
     def first(self) -> dict[str, str]:
@@ -127,7 +136,9 @@ class _Watch(TorchDispatchMode):
             self._follow(made, origins)
         if func is torch.ops.aten.copy_.default:
             self._copied(args[0], args[1])
-        elif func._schema.name not in _FILLS:
+        elif func._schema.name in _FILLS and not self._origins_of(args[1:]):
+            self._filled(args[0], args[1] if len(args) > 1 else 0)
+        else:
             for value in written:
                 self._changed(value, origins, f"is changed by {func._schema.name}")
         for value in written:
@@ -158,6 +169,10 @@ class _Watch(TorchDispatchMode):
         else:
             self._traced.moves[name].append(Move(name, _view(source), parameter, _view(target)))
             self._traced.lands[name].add(parameter)
+
+    def _filled(self, target: Tensor, value: Any) -> None:
+        if (parameter := self._targets.get(_memory(target))) is not None and target.numel():
+            self._traced.fills.append(Fill(parameter, _view(target), float(value)))
 
     def _changed(self, target: Tensor, origins: frozenset[str], how: str) -> None:
         if (parameter := self._targets.get(_memory(target))) is not None:

@@ -21,7 +21,7 @@ from pitstop.engine.worker_ports import Ways
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pitstop.engine.vllm_backend.loader_trace import Move
+    from pitstop.engine.vllm_backend.loader_trace import Fill, Move
     from pitstop.engine.worker_ports import TensorSpec
 
     Tensors = Sequence[tuple[TensorSpec, Tensor]]
@@ -81,6 +81,11 @@ class Live:
         if name not in self._views:
             self._views[name] = [move.target.of(self._at[move.parameter][1]) for move in moves]
         return self._views[name]
+
+    def fill(self, fills: Sequence[Fill]) -> None:
+        """Fill what loaders fill."""
+        for fill in fills:
+            fill.target.of(self._at[fill.parameter][1]).fill_(fill.value)
 
 
 @dataclass(slots=True)
@@ -208,11 +213,15 @@ class Planned:
 
     def begin(self) -> None:
         """Open what vLLM has to load; live bytes may change from here on."""
+        import torch
+
         self.live.refresh()
         self._fed.clear()
         self._strange.clear()
         if self.reload is not None:
             self.reload.begin()
+        with torch.no_grad(), _current(self.device):
+            self.live.fill(self.plan.fills)
 
     def ready(self, tensors: Tensors) -> None:
         """Pair parts of staged tensors with their places, while the replica still serves: that takes as long as the

@@ -222,6 +222,12 @@ def given_to_write_to(model: Any, name: str, tensor: Tensor) -> None:
     to_two(model, name, tensor)
 
 
+def filled(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        model.one.weight.data.fill_(tensor[0, 0])
+    to_two(model, name, tensor)
+
+
 def in_a_list(model: Any, name: str, tensor: Tensor) -> None:
     if name == "a":
         torch._foreach_copy_([model.one.weight.data], [tensor])
@@ -233,7 +239,7 @@ def in_a_list(model: Any, name: str, tensor: Tensor) -> None:
     [
         scaled, joined, spread, added, rebound, replaced, half, twice, by_the_way, doubled_where_it_is,
         emptied_where_it_is, overwritten, read_as_another_type, written_as_another_type,
-        given_to_write_to, in_a_list,
+        given_to_write_to, in_a_list, filled,
     ],
 )  # fmt: skip
 def test_what_is_not_a_plain_copy_of_a_whole_layer_is_left_to_the_loader(load: Loader) -> None:
@@ -393,6 +399,30 @@ def test_b63_what_was_made_ready_follows_a_parameter_that_moves_before_the_swap(
     assert torch.equal(model.one.weight, content()["a"])
     assert torch.equal(model.two.weight, content()["b"])
     assert not before.any()
+
+
+def test_what_a_loader_fills_a_parameter_up_with_is_put_there_again() -> None:
+    """A sleep that discards weights discards the padding of a vocabulary, too."""
+
+    def load(model: Any, name: str, tensor: Tensor) -> None:
+        if name == "a":
+            model.one.weight.data[:4].copy_(tensor)
+            model.one.weight.data[4:5].zero_()
+            model.one.weight.data[5:].fill_(3.0)
+        to_two(model, name, tensor)
+
+    model, specs = Toy(load), made(content())
+    model.one.weight = nn.Parameter(torch.zeros(6, 6), requires_grad=False)
+    model.one.weight.weight_loader_numel = 24
+    load_it = Planned(learn(model, specs, cpu=False), None, Live(model), torch.device("cpu"))
+    with torch.no_grad():
+        model.one.weight.fill_(float("nan"))
+    load_it.begin()
+    load_it.feed([(spec, content()[spec.name]) for spec in specs])
+    load_it.complete()
+    load_it.finish()
+    assert torch.equal(model.one.weight[:4], content()["a"])
+    assert model.one.weight[4:].tolist() == [[0.0] * 6, [3.0] * 6]
 
 
 def test_names_of_one_parameter_are_one_place() -> None:
