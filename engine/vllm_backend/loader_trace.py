@@ -30,8 +30,7 @@ _LOOKED_UP: Final = frozenset(
 
 
 _FILLS: Final = frozenset({"aten::fill_", "aten::zero_"})
-"""What loaders pad a vocabulary with: it stays as the first load has left it. A fill that undoes a copy is found out
-when the plan is proven."""
+"""What loaders pad a vocabulary with. A fill that undoes a copy is found out when the plan is proven."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,15 @@ class Move:
     target: View
 
 
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A place in a parameter that a loader fills with a number, before or beside what it copies."""
+
+    parameter: str
+    target: View
+    value: float
+
+
 @dataclass(slots=True)
 class Traced:
     """What a load does with each tensor. Parameters (and buffers) go by the first of their names.
@@ -72,6 +80,7 @@ class Traced:
     forms: dict[str, Tensor] = field(default_factory=dict)
     aliases: dict[str, list[str]] = field(default_factory=dict)
     passing: set[str] = field(default_factory=set)
+    fills: list[Fill] = field(default_factory=list)
 
     @property
     def first(self) -> dict[str, str]:
@@ -104,6 +113,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._traced = traced
         self._sources = {_memory(tensor): name for name, tensor in sources.items()}
+        self._types = {name: tensor.dtype for name, tensor in sources.items()}
         self._origins = {memory: frozenset({name}) for memory, name in self._sources.items()}
         self._memory = {name: _memory(form) for name, form in traced.forms.items()}
         self._targets = {memory: name for name, memory in self._memory.items()}
@@ -121,17 +131,27 @@ class _Watch(TorchDispatchMode):
 
         result = func(*args, **(kwargs or {}))
         origins = self._origins_of((args, kwargs))
-        for made in _tensors(result):
-            if origins and _memory(made) not in self._origins and _memory(made) not in self._targets:
-                self._origins[_memory(made)] = origins
-                self._seen.append(made)
+        written = _written(func, args, kwargs or {})
+        for made in (*_tensors(result), *written):
+            self._follow(made, origins)
         if func is torch.ops.aten.copy_.default:
             self._copied(args[0], args[1])
-        elif func._schema.is_mutable and func._schema.name not in _FILLS:
-            for told, value in zip(func._schema.arguments, args, strict=False):
-                if told.alias_info is not None and told.alias_info.is_write and isinstance(value, torch.Tensor):
-                    self._changed(value, origins, f"is changed by {func._schema.name}")
+        elif func._schema.name in _FILLS and not self._origins_of(args[1:]):
+            self._filled(args[0], args[1] if len(args) > 1 else 0)
+        else:
+            for value in written:
+                self._changed(value, origins, f"is changed by {func._schema.name}")
+        for value in written:
+            # What is copied out of a tensor after a loader has written to it is not what a version brings.
+            self._sources.pop(_memory(value), None)
         return result
+
+    def _follow(self, made: Tensor, origins: frozenset[str]) -> None:
+        memory = _memory(made)
+        if origins and memory not in self._origins:
+            self._seen.append(made)
+        if origins:
+            self._origins[memory] = self._origins.get(memory, frozenset()) | origins
 
     def _origins_of(self, values: Any) -> frozenset[str]:
         none: frozenset[str] = frozenset()
@@ -139,19 +159,20 @@ class _Watch(TorchDispatchMode):
 
     def _copied(self, target: Tensor, source: Tensor) -> None:
         origins = self._origins_of(source)
-        name = self._sources.get(_memory(source))
-        if name is None:
+        name, parameter = self._sources.get(_memory(source)), self._targets.get(_memory(target))
+        if name is None or parameter is None:
             self._changed(target, origins, "gets what is computed from the checkpoint")
         elif target.shape != source.shape:
             self._changed(target, origins, f"gets {list(source.shape)} spread over {list(target.shape)}")
-        elif (parameter := self._targets.get(_memory(target))) is not None:
+        elif source.dtype != self._types[name] or target.dtype != self._traced.forms[parameter].dtype:
+            self._changed(target, origins, "is loaded as another type than it has")
+        else:
             self._traced.moves[name].append(Move(name, _view(source), parameter, _view(target)))
             self._traced.lands[name].add(parameter)
-        else:
-            # Something on the way, which holds more than what it was made from from here on.
-            memory = _memory(target)
-            self._origins[memory] = self._origins.get(memory, frozenset()) | origins
-            self._seen.append(target)
+
+    def _filled(self, target: Tensor, value: Any) -> None:
+        if (parameter := self._targets.get(_memory(target))) is not None and target.numel():
+            self._traced.fills.append(Fill(parameter, _view(target), float(value)))
 
     def _changed(self, target: Tensor, origins: frozenset[str], how: str) -> None:
         if (parameter := self._targets.get(_memory(target))) is not None:
@@ -223,9 +244,27 @@ def _current(model: Module, traced: Traced) -> Iterator[tuple[str, Tensor]]:
 
 def _tensors(values: Any) -> list[Tensor]:
     import torch
-    from torch.utils._pytree import tree_leaves
 
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    # A model's loader has tens of thousands of operations, and torch's own walk takes longer than each of them.
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, list | tuple):
+        return []
+    return [tensor for value in values for tensor in _tensors(value)]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return what an operation writes to."""
+    if not func._schema.is_mutable:
+        return []
+    return [
+        value
+        for n, told in enumerate(func._schema.arguments)
+        if told.alias_info is not None and told.alias_info.is_write
+        for value in _tensors(args[n] if n < len(args) else kwargs.get(told.name))
+    ]
 
 
 def _memory(tensor: Tensor) -> int:

@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from pitstop.engine.vllm_backend.layers import derives, derives_from_others, holdings, kind_of, unfit
-from pitstop.engine.vllm_backend.loader_trace import Move, trace
+from pitstop.engine.vllm_backend.loader_trace import Fill, Move, trace
 
 if TYPE_CHECKING:
     from pitstop.engine.worker_ports import TensorSpec
@@ -35,6 +35,7 @@ class Learned:
     owners: Mapping[str, frozenset[str]]
     kinds: Mapping[str, str]
     derivers: frozenset[str] = frozenset()
+    fills: tuple[Fill, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Plan:
 
     `moves` lists, by tensor, what is copied; a tensor without any is not this rank's. `reloaded` says of all other
     tensors why vLLM has to load them, into the layers `opened`. `unfit` are layers that may not be copied into.
+    `fills` is put beside what is copied: memory may have been discarded since a loader did that.
     """
 
     learned: Learned
@@ -50,6 +52,7 @@ class Plan:
     reloaded: Mapping[str, str]
     opened: frozenset[str]
     unfit: Mapping[str, str]
+    fills: tuple[Fill, ...] = ()
 
     def without(self, parameters: Mapping[str, str]) -> Plan:
         """Return a plan that leaves some parameters to vLLM, each for a reason."""
@@ -77,7 +80,9 @@ def split(learned: Learned, unfit: Mapping[str, str]) -> Plan:
     opened = {layer for name in reloaded for parameter in learned.lands[name] for layer in learned.owners[parameter]}
     opened |= learned.derivers
     moves = {name: found for name, found in learned.moves.items() if name not in reloaded}
-    return Plan(learned, moves, reloaded, frozenset(opened), bad)
+    copied = {move.parameter for found in moves.values() for move in found}
+    fills = tuple(fill for fill in learned.fills if fill.parameter in copied)
+    return Plan(learned, moves, reloaded, frozenset(opened), bad, fills)
 
 
 def learn(model: Any, specs: Sequence[TensorSpec], *, cpu: bool, least: float = LEAST) -> Plan:
@@ -117,6 +122,7 @@ def learn(model: Any, specs: Sequence[TensorSpec], *, cpu: bool, least: float = 
             for base, layers in owners.items()
         },
         frozenset(prefix for prefix, layer in modules.items() if derives_from_others(layer)),
+        tuple(traced.fills),
     )
     plan = split(learned, bad)
     nbytes = {spec.name: spec.nbytes for spec in specs}

@@ -21,7 +21,7 @@ from pitstop.engine.worker_ports import Ways
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pitstop.engine.vllm_backend.loader_trace import Move
+    from pitstop.engine.vllm_backend.loader_trace import Fill, Move
     from pitstop.engine.worker_ports import TensorSpec
 
     Tensors = Sequence[tuple[TensorSpec, Tensor]]
@@ -47,6 +47,9 @@ class Knowledge:
             self.plan, self.why = learn(model, specs, cpu=cpu), ""
         except Refused as reason:
             self.why = str(reason)
+        except Exception as error:  # noqa: BLE001 - an engine serves, and is refitted, without a plan
+            self.why = f"its loader could not be watched: {type(error).__name__}: {error}"
+            _log.exception("no load plan was made")
 
     def way_of(self, name: str) -> str:
         """Say how the next version's tensor of this name will be loaded: `copied`, or why not."""
@@ -79,6 +82,11 @@ class Live:
             self._views[name] = [move.target.of(self._at[move.parameter][1]) for move in moves]
         return self._views[name]
 
+    def fill(self, fills: Sequence[Fill]) -> None:
+        """Fill what loaders fill."""
+        for fill in fills:
+            fill.target.of(self._at[fill.parameter][1]).fill_(fill.value)
+
 
 @dataclass(slots=True)
 class Proving:
@@ -103,7 +111,11 @@ class Proving:
 
     def feed(self, tensors: Tensors) -> None:
         """Load tensors, and note what the parts of them are that the plan would copy."""
+        # First: a loader may write to what it is given.
+        self._note(tensors)
         self.reload.feed(tensors)
+
+    def _note(self, tensors: Tensors) -> None:
         plan = self.knowledge.plan
         if plan is None:
             return
@@ -201,11 +213,15 @@ class Planned:
 
     def begin(self) -> None:
         """Open what vLLM has to load; live bytes may change from here on."""
+        import torch
+
         self.live.refresh()
         self._fed.clear()
         self._strange.clear()
         if self.reload is not None:
             self.reload.begin()
+        with torch.no_grad(), _current(self.device):
+            self.live.fill(self.plan.fills)
 
     def ready(self, tensors: Tensors) -> None:
         """Pair parts of staged tensors with their places, while the replica still serves: that takes as long as the

@@ -53,6 +53,9 @@ class LoadingSink:
                 if not self._missing:
                     self._chosen = self._untied([self._kept[placed.spec.name] for placed in self._ticket.tensors])
                     self._loading.ready(self._chosen)
+                if self._stopped:
+                    # As below: who gave the refit up may not have waited.
+                    self._drop()
                 return
             try:
                 self._load(self._untied(bucket.tensors))
@@ -127,10 +130,13 @@ class LoadingSink:
         self._stopped = True
         # A load that does not end now sees `_stopped` when it does.
         with contextlib.suppress(DeadlineExceeded), self._held():
-            self._kept.clear()
-            self._chosen = []
-            self._loading.forget()
+            self._drop()
             self._close()
+
+    def _drop(self) -> None:
+        self._kept.clear()
+        self._chosen = []
+        self._loading.forget()
 
     @property
     def ways(self) -> Ways:

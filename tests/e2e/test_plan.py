@@ -14,10 +14,11 @@ from pitstop.engine import Outcome, RolloutEngine, SamplingParams
 from pitstop.engine.errors import DigestMismatch
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.refit import POLICIES
+from pitstop.engine.vllm_backend import plan
 from pitstop.engine.vllm_backend.planned import PROVES
 from pitstop.telemetry import journal
 from pitstop.transports import Buffers
-from tests.checkpoints import shapes
+from tests.checkpoints import FAMILIES, shapes
 from tests.conftest import Checkpoint
 from tests.e2e.conftest import Launch
 from tests.e2e.test_refit import greedy
@@ -57,6 +58,33 @@ async def test_planned_versions_equal_a_fresh_engine_in_any_order_and_any_bucket
                 assert (ways.copied, ways.reloaded, ways.why) == (len(named), 0, "")
                 assert await engine.fingerprints() == tensors
                 assert await greedy(engine) == tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_what_is_copied_is_exact_in_every_family_there_and_back(
+    launch: Launch, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    from safetensors.torch import load_file
+
+    defaults: Any = plan.learn.__kwdefaults__
+    monkeypatch.setitem(defaults, "least", 0.0)
+    t0, t1 = checkpoint(family, 0), checkpoint(family, 1)
+    async with launch(family, 1, **PLAIN) as fresh:
+        new = await greedy(fresh), await fresh.fingerprints()
+    async with launch(family, 0, buffers=ring(t0, 40), **PLAIN) as engine:
+        old = await greedy(engine), await engine.fingerprints()
+        await told(engine, t1, 1)
+        version = 1
+        for mode in MODES:
+            for path, expected in ((t1, new), (t0, old), (t1, new), (t0, old)):
+                version += 1
+                named = list(load_file(path / "model.safetensors").items())
+                Random(version).shuffle(named)
+                ways = await told(engine, named, version, mode=mode)
+                # Routers are loaded with the experts, which are packed here.
+                dense = [name for name, _ in named if ".mlp." not in name and ".block_sparse_moe." not in name]
+                assert ways.copied >= len(dense), ways
+                assert (await greedy(engine), await engine.fingerprints()) == expected
 
 
 async def test_the_way_of_every_tensor_is_told_on_request(launch: Launch, checkpoint: Checkpoint) -> None:

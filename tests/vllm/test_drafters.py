@@ -14,6 +14,7 @@ import pytest
 
 from pitstop.engine.counters import Acceptance
 from pitstop.engine.errors import CheckpointUnreadable, MissingTensors, TiedTensorsDiffer
+from pitstop.engine.vllm_backend import plan
 from pitstop.engine.vllm_backend.arguments import EngineArgumentRejected
 from tests import checkpoints, draft_checkpoints
 from tests.draft_checkpoints import MTP_LAYER
@@ -150,6 +151,28 @@ async def test_a_pair_is_what_a_fresh_engine_has_after_each_refit_and_back(
         assert await state(live, f"new {n}") == new
         await live.refit_in_place(zero.tensors, groups, seed=10 + n)
         assert await state(live, f"old {n}") == old
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "mimo", "deepseek"])
+async def test_versions_after_the_first_are_copied_into_both_models_and_are_exact(
+    garage: Garage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Where nothing is packed, as on a GPU; experts are packed here all the same, and stay vLLM's to load."""
+    defaults: Any = plan.learn.__kwdefaults__
+    monkeypatch.setitem(defaults, "least", 0.0)
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    zero, one = ({**KINDS, "deepseek": deepseek}[kind](tmp_path, seed) for seed in (0, 1))
+    plain = {"worker_cls": "tests.vllm.plain_worker.PlainWorker"}
+    live, fresh = await start(garage, zero, **plain), await start(garage, one, **plain)
+    old, new = await state(live, "w0"), await state(fresh, "w0")
+    assert (await live.refit(one.tensors)).copied == 0
+    assert await state(live, "w1") == new
+    for n, (pair, wanted) in enumerate(((zero, old), (one, new), (zero, old))):
+        ways = await live.refit(pair.tensors)
+        assert ways.copied > len(pair.tensors) / 2, ways
+        assert await state(live, f"staged {n}") == wanted
+        await live.refit_in_place(pair.tensors, (1, 5, 80)[n], seed=n)
+        assert await state(live, f"in place {n}") == wanted
 
 
 async def test_a_drafter_of_which_vllm_wants_all_layers_at_once_takes_them_in_parts(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cloudpickle  # type: ignore[import-untyped]
 import pytest
 
 from pitstop.engine.errors import MissingTensors, PitstopError
@@ -142,13 +143,23 @@ async def test_weights_that_prove_no_place_are_left_to_the_loader(garage: Garage
 async def test_a_padded_vocabulary_keeps_its_padding(
     garage: Garage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also when all that was in memory has been discarded, as a sleep of level 2 does where there is a GPU."""
     monkeypatch.setattr("tests.checkpoints.VOCAB", 300)
     one, other = (write(tmp_path / str(seed), "llama", seed) for seed in (0, 1))
     live, fresh = await garage.start(model=one, **PLAIN), await garage.start(model=other, **PLAIN)
-    for _ in range(2):
-        await live.refit(tensors("llama", 1))
-        await same(live, fresh, "1")
-    assert set((await way_of(live))[0].values()) == {"copied"}
+
+    def discard(worker: Any) -> None:
+        for parameter in worker.get_model().parameters():
+            parameter.data.fill_(float("nan"))
+
+    for mode in (live.refit, live.refit, live.refit_in_place):
+        await mode(tensors("llama", 1))
+        await same(live, fresh, mode.__name__)
+        assert set((await way_of(live))[0].values()) == {"copied"}
+        await live.backend.suspend("recompute")
+        assert live.backend._life is not None
+        await live.backend._life.llm.collective_rpc(cloudpickle.dumps(discard))
+        await live.backend.resume()
 
 
 async def test_every_rank_has_a_plan_of_its_own_shards(garage: Garage) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pitstop.engine.vllm_backend.plan import Plan, Refused, learn
-from pitstop.engine.vllm_backend.planned import Knowledge, Live, Planned
+from pitstop.engine.vllm_backend.planned import Knowledge, Live, Planned, Proving
 from pitstop.engine.worker_ports import TensorSpec
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("default")]
@@ -184,7 +184,64 @@ def by_the_way(model: Any, name: str, tensor: Tensor) -> None:
     to_two(model, name, tensor)
 
 
-@pytest.mark.parametrize("load", [scaled, joined, spread, added, rebound, replaced, half, twice, by_the_way])
+def doubled_where_it_is(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        model.one.weight.data.copy_(tensor.mul_(2))
+    to_two(model, name, tensor)
+
+
+def emptied_where_it_is(model: Any, name: str, tensor: Tensor) -> None:
+    """As loaders do with a bias on all ranks but the first."""
+    if name == "a":
+        model.one.weight.data.copy_(tensor.zero_())
+    to_two(model, name, tensor)
+
+
+def overwritten(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        tensor[:2].copy_(tensor[2:])
+        model.one.weight.data.copy_(tensor)
+    to_two(model, name, tensor)
+
+
+def read_as_another_type(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        model.one.weight.data.copy_(tensor.view(torch.int32))
+    to_two(model, name, tensor)
+
+
+def written_as_another_type(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        model.one.weight.data.view(torch.int32).copy_(tensor)
+    to_two(model, name, tensor)
+
+
+def given_to_write_to(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        torch.mul(tensor, 2, out=model.one.weight.data)
+    to_two(model, name, tensor)
+
+
+def filled(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        model.one.weight.data.fill_(tensor[0, 0])
+    to_two(model, name, tensor)
+
+
+def in_a_list(model: Any, name: str, tensor: Tensor) -> None:
+    if name == "a":
+        torch._foreach_copy_([model.one.weight.data], [tensor])
+    to_two(model, name, tensor)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        scaled, joined, spread, added, rebound, replaced, half, twice, by_the_way, doubled_where_it_is,
+        emptied_where_it_is, overwritten, read_as_another_type, written_as_another_type,
+        given_to_write_to, in_a_list, filled,
+    ],
+)  # fmt: skip
 def test_what_is_not_a_plain_copy_of_a_whole_layer_is_left_to_the_loader(load: Loader) -> None:
     model = Toy(load)
     before, parameters = state(model), dict(model.named_parameters())
@@ -212,6 +269,33 @@ def test_what_shares_a_layer_with_something_computed_is_left_to_the_loader_too()
     assert plan.opened == {"one", "two"}
 
 
+def test_what_two_tensors_are_computed_into_before_it_is_loaded_is_of_both() -> None:
+    class Collecting(Toy):
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            found = dict(weights)
+            both = torch.empty(4, 6, device=found["a"].device)
+            both.copy_(found["a"] * 2)
+            both[0].copy_(found["b"][:6] * 2)
+            self.one.weight.data.copy_(both)
+
+    plan = learn(Collecting(whole), made(content()), cpu=False, least=0.0)
+    assert set(plan.reloaded) == {"a", "b"}
+    assert plan.opened == {"one"}
+
+
+def test_a_parameter_that_is_copied_from_another_is_left_to_the_loader_with_it() -> None:
+    def load(model: Any, name: str, tensor: Tensor) -> None:
+        whole(model, name, tensor)
+        if name == "a":
+            model.two.twin.data.copy_(model.one.weight.data)
+
+    model: Any = Toy(load)
+    model.two.twin = nn.Parameter(torch.zeros(4, 6), requires_grad=False)
+    plan = learn(model, made(content()), cpu=False, least=0.0)
+    assert set(plan.reloaded) == {"a", "b"}
+    assert plan.opened == {"one", "two"}
+
+
 def test_a_loader_that_looks_into_what_it_loads_has_no_plan_and_leaves_the_model_whole() -> None:
     def load(model: Any, name: str, tensor: Tensor) -> None:
         whole(model, name, tensor)
@@ -225,6 +309,19 @@ def test_a_loader_that_looks_into_what_it_loads_has_no_plan_and_leaves_the_model
     assert "could not be watched" in known.why
     assert known.way_of("a") == known.why
     assert all(model.get_parameter(name) is value for name, value in parameters.items())
+
+
+def test_whatever_goes_wrong_while_a_loader_is_watched_is_a_reason_and_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def odd(*_: Any, **__: Any) -> str:
+        raise AttributeError("a layer of a kind that nobody has foreseen")
+
+    model, known = Toy(whole), Knowledge()
+    monkeypatch.setattr("pitstop.engine.vllm_backend.plan.unfit", odd)
+    known.learn(model, made(content()), cpu=False)
+    assert (known.plan, known.way_of("a")) == (None, known.why)
+    assert "AttributeError: a layer of a kind that nobody has foreseen" in known.why
 
 
 def test_what_is_a_parameter_only_while_it_loads_is_left_to_the_loader() -> None:
@@ -242,6 +339,29 @@ def test_what_is_a_parameter_only_while_it_loads_is_left_to_the_loader() -> None
     assert "two.scale is there only while it loads" in plan.reloaded["c"]
     assert plan.opened == {"two"}
     assert not hasattr(model.two, "scale")
+
+
+def test_a_plan_is_compared_with_what_a_version_brings_not_with_what_a_loader_leaves_of_it() -> None:
+    class Changing:
+        """What loads the version, in vLLM's place."""
+
+        def begin(self) -> None: ...
+
+        def finish(self) -> None: ...
+
+        def feed(self, tensors: Any) -> None:
+            for spec, tensor in tensors:
+                doubled_where_it_is(model, spec.name, tensor)
+
+    model, known = Toy(whole), Knowledge()
+    known.learn(model, made(content()), cpu=False)
+    reload: Any = Changing()
+    proving = Proving(known, reload, Live(model))
+    proving.begin()
+    proving.feed([(spec, content()[spec.name]) for spec in made(content())])
+    proving.finish()
+    assert known.plan is not None
+    assert known.plan.reloaded == {"a": "one.weight does not hold a where the plan puts it"}
 
 
 def test_a_tensor_that_is_not_this_ranks_goes_nowhere() -> None:
@@ -279,6 +399,30 @@ def test_b63_what_was_made_ready_follows_a_parameter_that_moves_before_the_swap(
     assert torch.equal(model.one.weight, content()["a"])
     assert torch.equal(model.two.weight, content()["b"])
     assert not before.any()
+
+
+def test_what_a_loader_fills_a_parameter_up_with_is_put_there_again() -> None:
+    """A sleep that discards weights discards the padding of a vocabulary, too."""
+
+    def load(model: Any, name: str, tensor: Tensor) -> None:
+        if name == "a":
+            model.one.weight.data[:4].copy_(tensor)
+            model.one.weight.data[4:5].zero_()
+            model.one.weight.data[5:].fill_(3.0)
+        to_two(model, name, tensor)
+
+    model, specs = Toy(load), made(content())
+    model.one.weight = nn.Parameter(torch.zeros(6, 6), requires_grad=False)
+    model.one.weight.weight_loader_numel = 24
+    load_it = Planned(learn(model, specs, cpu=False), None, Live(model), torch.device("cpu"))
+    with torch.no_grad():
+        model.one.weight.fill_(float("nan"))
+    load_it.begin()
+    load_it.feed([(spec, content()[spec.name]) for spec in specs])
+    load_it.complete()
+    load_it.finish()
+    assert torch.equal(model.one.weight[:4], content()["a"])
+    assert model.one.weight[4:].tolist() == [[0.0] * 6, [3.0] * 6]
 
 
 def test_names_of_one_parameter_are_one_place() -> None:

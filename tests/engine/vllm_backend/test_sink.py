@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -28,7 +29,7 @@ class Slow:
         self._inside += 1
         self.overlaps += self._inside > 1
         self.did.append(what)
-        if what.startswith("feed"):
+        if what.startswith(("feed", "ready")):
             self.loading.set()
             assert self.go.wait(5)
         self._inside -= 1
@@ -124,6 +125,23 @@ def test_a_load_that_outlives_the_workers_patience_undoes_itself(verb: str) -> N
     made.landed(bucket(B))
     assert reload.did == ["begin", "feed a", "undo", "begin", "feed b"]
     assert not reload.overlaps
+
+
+@pytest.mark.parametrize("verb", ["undo", "release"])
+def test_what_becomes_ready_after_a_refit_was_given_up_is_dropped(verb: str) -> None:
+    reload = Slow()
+    made = sink(reload, threading.Lock(), A, B, in_place=False)
+    reload.go.clear()
+    receiver = threading.Thread(target=made.landed, args=[bucket(A, B)])
+    receiver.start()
+    assert reload.loading.wait(5)
+    with pytest.raises(DeadlineExceeded) if verb == "undo" else contextlib.nullcontext():
+        getattr(made, verb)()
+    reload.go.set()
+    receiver.join(5)
+    assert reload.did == ["ready a b", "forget"]
+    assert not made._kept
+    assert not made._chosen
 
 
 def test_an_undo_waits_for_the_load_that_runs() -> None:
