@@ -24,7 +24,7 @@ from pitstop.engine.errors import (
     names,
     near,
 )
-from pitstop.engine.naming import Names, Part, common, plain
+from pitstop.engine.naming import Names, Part, home, plain
 from pitstop.engine.worker_ports import (
     MODES,
     Inventory,
@@ -159,11 +159,11 @@ def _all_expected(
     wanted: Mapping[str, TensorSpec],
     inventory: Inventory,
 ) -> None:
-    unused = {common(name) for name in inventory.unused}
+    unused = {home(name) for name in inventory.unused}
     strange = [
         spec.name
         for spec, match in zip(offer.tensors, found, strict=True)
-        if match is None and common(spec.name) not in unused
+        if match is None and home(spec.name) not in unused
     ]
     if not strange:
         return

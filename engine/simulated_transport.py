@@ -251,7 +251,9 @@ class SimulatedSending:
         await self.script.strike("send")
         if ring is not None:
             await self._fill(ring, len(manifest.rows), tickets[0].slots)
-        digests = tuple(hash((self.offer.weight_version, crc32(row.spec.name.encode()))) & (2**64 - 1) for row in manifest.rows)
+        digests = tuple(
+            hash((self.offer.weight_version, crc32(row.spec.name.encode()))) & (2**64 - 1) for row in manifest.rows
+        )
         return Trailer(self.offer.refit_id, digests)
 
     async def _fill(self, ring: Ring, buckets: int, slots: int) -> None:
