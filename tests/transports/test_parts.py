@@ -14,7 +14,6 @@ from pitstop.engine.errors import ProtocolViolation
 from pitstop.engine.refit import route
 from pitstop.engine.worker_ports import Inventory, Manifest, Offer, TensorSpec, Ticket
 from pitstop.transports import checkpoint_source, digest, tensor_source
-from pitstop.transports.adapters import Adapted, Delta, Part
 from pitstop.transports.buckets import place
 from pitstop.transports.cuda_ring import Drainer, Pourer
 from pitstop.transports.digest import reference
@@ -85,6 +84,8 @@ def of_turned(tensors: dict[str, torch.Tensor], _: Path) -> Source:
 
 def of_merged(tensors: dict[str, torch.Tensor], _: Path) -> Source:
     """With an adapter of the embedding that adds nothing: what arrives went through a merge."""
+    from pitstop.transports.adapters import Adapted, Delta, Part
+
     delta = Delta(torch.zeros(PADDED, 2), torch.randn(2, HIDDEN), 1.0)
     parts = (Part(name, tensor, delta if name == EMBED else None) for name, tensor in tensors.items())
     source = source_of(Adapted(tuple(parts)))
