@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pitstop.engine.counters import Acceptance, Counters, Series, flatten
 from pitstop.engine.drafting import DROP, ENOUGH
+from pitstop.engine.errors import ReplicaDied
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.request import SamplingParams
 from pitstop.engine.simulated import Delays
@@ -123,6 +124,18 @@ async def test_a_fleet_tells_the_counters_of_each_living_replica_and_of_its_inca
         after = await engine.counters()
         assert [found.incarnation for found in after.values()] == [2, 1]
         assert sum(_made(after[name].since(before[name])) for name in after) == 11
+
+
+async def test_an_engine_that_died_a_moment_ago_does_not_keep_the_others_counters_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with fleet(2) as engine:
+
+        async def gone() -> Counters:
+            raise ReplicaDied("replica-0 died", replica="replica-0")
+
+        monkeypatch.setattr(engine.sims[0], "counters", gone)
+        assert set(await engine.counters()) == {"replica-1"}
 
 
 def _made(found: Counters) -> float:
