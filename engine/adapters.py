@@ -67,7 +67,9 @@ class Adapters:
         """Give a flight the newest version of its adapter; return the salt of its cache entries."""
         if flight.adapter_name is None:
             return salt
-        adapter = flight.adapter = self.current(flight.adapter_name)
+        # What was dropped while a request was out of its engine for a swap is still there, since it holds on to it.
+        kept = self._current.get(flight.adapter_name) or flight.adapter
+        adapter = flight.adapter = kept or self.current(flight.adapter_name)
         self._using.add(flight)
         return f"{salt}.a{adapter.number}"
 

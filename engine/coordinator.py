@@ -17,7 +17,7 @@ from pitstop.engine.handle import RefitHandle
 from pitstop.engine.job import bounded
 from pitstop.engine.ledger import Ledger, Place
 from pitstop.engine.ports import Observer, Sending, Transport
-from pitstop.engine.refit import Outcome, RefitOptions, RefitReport, route
+from pitstop.engine.refit import Content, Outcome, RefitOptions, RefitReport, route
 from pitstop.engine.replica import Replica
 from pitstop.engine.run import RefitRun
 from pitstop.engine.worker_ports import Inventory
@@ -75,7 +75,7 @@ class Coordinator:
         self._inbox: asyncio.Queue[_Asked] = asyncio.Queue()
         self._running: tuple[RefitRun, asyncio.Task[None]] | None = None
         self._pending: RefitRun | None = None
-        self._known: dict[Place, tuple[int, ...]] = {}
+        self._known: dict[Place, Content] = {}
         self._moved = asyncio.Event()
         self.sealed: Place | None = None
         """What was last sent and sealed, whatever became of it."""
@@ -188,10 +188,12 @@ class Coordinator:
                 "recover() brings replicas back to it, refits need a version above it",
                 weight_version=place.weight_version,
             )
-        manifest = await anyio.to_thread.run_sync(route, offer, self._inventory())
+        inventory = self._inventory()
+        manifest = await anyio.to_thread.run_sync(route, offer, inventory)
         return RefitRun(
-            asked.handle, sending, manifest, asked.options, self._transport, self._observer, self._known, place
-        )
+            asked.handle, sending, manifest, asked.options, self._transport, self._observer, self._known, place,
+            inventory.tied,
+        )  # fmt: skip
 
     def _place(self, version: int, *, rebase: bool) -> Place:
         runs = (self._pending, self._running[0] if self._running else None)
@@ -230,13 +232,13 @@ class Coordinator:
 
     def _ended(self, _task: asyncio.Task[None]) -> None:
         run, self._running = self._running and self._running[0], None
-        if run is not None and run.digests is not None:
+        if run is not None and run.content is not None:
             self.sealed = run.place
             if self._ledger.newest == run.place:
                 if run.place not in self._known:
                     # A replica has held it for a moment at least, even if it was lost before it served.
                     self._known.clear()
-                    self._known[run.place] = run.digests
+                    self._known[run.place] = run.content
                 again = self._agains.get(run)
                 if again is not None:
                     self.lasting = run.place, again

@@ -40,9 +40,10 @@ class Drafting:
 
     async def look(self) -> Acceptance | None:
         """Return how drafts have fared under the present version; judge that once there are enough of them."""
-        if self._since is None or (counters := await self._counters()) is None:
-            return None
-        found = counters.since(self._since).acceptance()
+        since = self._since
+        if since is None or (counters := await self._counters()) is None or self._since is not since:
+            return None  # the last: the version went while they were asked for
+        found = counters.since(since).acceptance()
         if found is not None and found.drafts >= ENOUGH and not self._judged:
             self._judge(found)
         return found

@@ -51,6 +51,15 @@ def common(name: str) -> str:
     return found
 
 
+def home(name: str) -> str:
+    """Return what `common` does; of experts, one by one or fused, what all of one kind of a layer come to."""
+    found = common(name)
+    if single := _EXPERT.match(found):
+        return f"{single[1]}.{'down' if _ROLE[single[3]] == 'down' else 'gate_up'}"
+    fused = _FUSED.match(found)
+    return f"{fused[1]}.{_FORM[fused[2]]}" if fused else found
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """`spec`, of which the content are that many elements of an offered tensor, from its flat element `start` on."""

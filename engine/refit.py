@@ -14,15 +14,17 @@ from pitstop.engine.errors import (
     MissingTensors,
     OfferRejected,
     PitstopError,
+    RefitFailed,
     RepeatedTensors,
     ShapeMismatch,
+    TiedTensorsDiffer,
     UnexpectedTensors,
     UnsupportedPolicy,
     hint,
     names,
     near,
 )
-from pitstop.engine.naming import Names, Part, common, plain
+from pitstop.engine.naming import Names, Part, home, plain
 from pitstop.engine.worker_ports import (
     MODES,
     Inventory,
@@ -38,6 +40,9 @@ from pitstop.engine.worker_ports import (
 
 Policy = Literal["keep", "recompute", "wait", "abort"]
 POLICIES: Final[tuple[Policy, ...]] = ("keep", "recompute", "wait", "abort")
+
+Content = Mapping[str, int]
+"""The digest of each tensor of a model, tied ones under the name of the one that they are tied to."""
 
 _GIB: Final = 1 << 30
 _FOREVER: Final = 1e7  # seconds: nothing waits for ever, and what is longer than this is meant as for ever
@@ -154,11 +159,11 @@ def _all_expected(
     wanted: Mapping[str, TensorSpec],
     inventory: Inventory,
 ) -> None:
-    unused = {common(name) for name in inventory.unused}
+    unused = {home(name) for name in inventory.unused}
     strange = [
         spec.name
         for spec, match in zip(offer.tensors, found, strict=True)
-        if match is None and common(spec.name) not in unused
+        if match is None and home(spec.name) not in unused
     ]
     if not strange:
         return
@@ -257,6 +262,21 @@ def unequal_ties(manifest: Manifest, trailer: Trailer) -> list[str]:
         for a, b in manifest.equal
         if trailer.digests[a] != trailer.digests[b]
     ]
+
+
+def content_of(manifest: Manifest, trailer: Trailer, tied: Mapping[str, str]) -> Content:
+    """Return what a version consists of, in whatever order or form it was sent.
+
+    Raises:
+        RefitFailed: the trailer is not one of this manifest.
+        TiedTensorsDiffer: tensors that the model ties were sent with different content.
+    """
+    if len(trailer.digests) != len(manifest.rows):
+        raise RefitFailed(f"the trailer has {len(trailer.digests)} digests for {len(manifest.rows)} tensors")
+    if differing := unequal_ties(manifest, trailer):
+        raise TiedTensorsDiffer(f"tied tensors were sent with different content: {differing[0]}")
+    called = (tied.get(row.spec.name, row.spec.name) for row in manifest.rows)
+    return dict(zip(called, trailer.digests, strict=True))
 
 
 class Outcome(Enum):

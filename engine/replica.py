@@ -228,6 +228,8 @@ class Replica:
 
     async def run(self) -> None:
         """Live until stopped. The one task of this replica."""
+        self._born()
+        self.observer.transition(self._transition(Phase.DEAD, RestartAsked(), Phase.STARTING))
         self._begin(Do.BOOT)
         try:
             while self._phase is not Phase.STOPPED:
@@ -270,6 +272,8 @@ class Replica:
             self.gate.close()
         if self.job is not None:
             self.job.entered(after)
+        if do is Do.BOOT:
+            self._born()
         self.observer.transition(self._transition(before, post.event, after))
         self._begin(do)
         if post.heard is not None and not post.heard.done():
@@ -303,15 +307,14 @@ class Replica:
             job.refit_id if job else None, version, error, detail,
         )  # fmt: skip
 
+    def _born(self) -> None:
+        self._end_watch()
+        self.incarnation = self.ledger.born(self.name)
+        self.error = None
+
     def _begin(self, do: Do) -> None:
         if self._action is not None:
             self._action.cancel()
-        if do is Do.BOOT:
-            self._end_watch()
-            self.incarnation = self.ledger.born(self.name)
-            self.error = None
-            if self.incarnation == 1:
-                self.observer.transition(self._transition(Phase.DEAD, RestartAsked(), Phase.STARTING))
         self._action = asyncio.create_task(self._act(do), name=f"{self.name}:{do.value}")
 
     async def _act(self, do: Do) -> None:

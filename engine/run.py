@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from pitstop.engine.errors import (
@@ -22,7 +22,6 @@ from pitstop.engine.errors import (
     ProtocolViolation,
     RefitFailed,
     RemoteError,
-    TiedTensorsDiffer,
     from_record,
 )
 from pitstop.engine.handle import RefitHandle
@@ -31,7 +30,16 @@ from pitstop.engine.ledger import Place
 from pitstop.engine.lifecycle import Phase, RefitOffered
 from pitstop.engine.part import Part
 from pitstop.engine.ports import Observer, Sending, Transport, Work
-from pitstop.engine.refit import Outcome, RefitOptions, RefitReport, ReplicaReport, facts, outcome, unequal_ties
+from pitstop.engine.refit import (
+    Content,
+    Outcome,
+    RefitOptions,
+    RefitReport,
+    ReplicaReport,
+    content_of,
+    facts,
+    outcome,
+)
 from pitstop.engine.replica import SETTLED, Replica
 from pitstop.engine.worker_ports import Manifest, Progress, Staging, Ticket, Trailer, WorkerLayout, WorkerOp
 
@@ -52,8 +60,9 @@ class RefitRun:
         options: RefitOptions,
         transport: Transport,
         observer: Observer,
-        known: dict[Place, tuple[int, ...]],
+        known: dict[Place, Content],
         place: Place,
+        tied: Mapping[str, str],
     ) -> None:
         self.handle = handle
         self.place = place
@@ -66,6 +75,7 @@ class RefitRun:
         self._transport = transport
         self._observer = observer
         self._known = known
+        self._tied = tied
         self._parts: dict[str, Part] = {}
         self._mode: Literal["staged", "in_place"] | None = None
         self._staging: tuple[Staging, str] = "", ""
@@ -75,7 +85,7 @@ class RefitRun:
         self._began = time.monotonic()
         self._ended_at = 0.0
         self._sent_seconds = 0.0
-        self._digests: tuple[int, ...] | None = None
+        self._content: Content | None = None
         self._doing: asyncio.Task[None] | None = None
 
     @property
@@ -84,9 +94,9 @@ class RefitRun:
         return self._offer.weight_version
 
     @property
-    def digests(self) -> tuple[int, ...] | None:
+    def content(self) -> Content | None:
         """What the trainer has sealed, once it has."""
-        return self._digests
+        return self._content
 
     async def run(self, replicas: Sequence[Replica], previous: int | None) -> None:
         """Do it. What happened is in the handle's report; raises only when cancelled."""
@@ -359,14 +369,10 @@ class RefitRun:
     def _check(self, trailer: Trailer) -> None:
         if trailer.refit_id != self._offer.refit_id:
             raise ProtocolViolation(f"a trailer of refit {trailer.refit_id}, not {self._offer.refit_id}")
-        if len(trailer.digests) != len(self._manifest.rows):
-            raise RefitFailed(f"the trailer has {len(trailer.digests)} digests for {len(self._manifest.rows)} tensors")
-        if differing := unequal_ties(self._manifest, trailer):
-            raise TiedTensorsDiffer(f"tied tensors were sent with different content: {differing[0]}")
-        known = self._known.get(self.place)
-        if known is not None and known != trailer.digests:
+        content = content_of(self._manifest, trailer, self._tied)
+        if self._known.get(self.place, content) != content:
             raise OfferRejected(f"version {self.weight_version} was committed before, with other content")
-        self._digests = trailer.digests
+        self._content = content
 
     async def _clean(self, error: PitstopError | None) -> None:
         why = error or (RefitFailed("a newer version took its place") if self.superseded_by is not None else None)
@@ -427,9 +433,9 @@ class RefitRun:
         )  # fmt: skip
         slug = error.slug if error is not None and how is Outcome.FAILED else None
         self._observer.closed(self._key, time.time_ns(), slug, facts(report))
-        if self._digests is not None and how in (Outcome.COMMITTED, Outcome.PARTIAL):
+        if self._content is not None and how in (Outcome.COMMITTED, Outcome.PARTIAL):
             self._known.clear()
-            self._known[self.place] = self._digests
+            self._known[self.place] = self._content
         self.handle.end(report)
 
 

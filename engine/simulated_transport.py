@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 from uuid import uuid4
+from zlib import crc32
 
 from pitstop.engine.errors import DigestMismatch, PitstopError, RemoteError, ReplicaDied
 from pitstop.engine.refit import RefitReport
@@ -250,7 +251,9 @@ class SimulatedSending:
         await self.script.strike("send")
         if ring is not None:
             await self._fill(ring, len(manifest.rows), tickets[0].slots)
-        digests = tuple(hash((self.offer.weight_version, row.index)) & (2**64 - 1) for row in manifest.rows)
+        digests = tuple(
+            hash((self.offer.weight_version, crc32(row.spec.name.encode()))) & (2**64 - 1) for row in manifest.rows
+        )
         return Trailer(self.offer.refit_id, digests)
 
     async def _fill(self, ring: Ring, buckets: int, slots: int) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Literal
 
 from pitstop.engine.counters import Counters
-from pitstop.engine.errors import PitstopError, UnsupportedPolicy, from_record
+from pitstop.engine.errors import EngineClosed, PitstopError, ReplicaDied, UnsupportedPolicy, from_record
 from pitstop.engine.job import bounded
 from pitstop.engine.lifecycle import Phase
 from pitstop.engine.prints import Prints
@@ -54,8 +55,14 @@ class Upkeep:
     async def counters(self) -> dict[str, Counters]:
         """See `Fleet.counters`."""
         limit = Deadlines().control
-        living = [r for r in self._replicas if r.phase not in _NOT_ALIVE]
-        return {r.name: await bounded(r.backend.counters(), limit, replica=r.name, phase="count") for r in living}
+        found: dict[str, Counters] = {}
+        for replica in self._replicas:
+            if replica.phase not in _NOT_ALIVE:
+                # One that has just died may not be known to be dead.
+                with contextlib.suppress(ReplicaDied, EngineClosed):
+                    call = replica.backend.counters()
+                    found[replica.name] = await bounded(call, limit, replica=replica.name, phase="count")
+        return found
 
     async def profile(self, *, begins: bool) -> None:
         """See `Fleet.start_profile` and `stop_profile`."""

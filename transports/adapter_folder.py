@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pitstop.engine.errors import AdapterRejected, CheckpointUnreadable
+from pitstop.engine.naming import Names
 from pitstop.engine.worker_ports import TensorSpec
-from pitstop.transports.adapters import merged_tensors
+from pitstop.transports.adapters import called, merged_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +41,10 @@ def write_adapter(folder: Path, given: Given, config: Mapping[str, Any] | None, 
         tensors = dict(given.items() if isinstance(given, Mapping) else given)
     if config is None:
         raise AdapterRejected("an adapter's tensors come with its config: at least `r` and `lora_alpha`")
-    base = {spec.name: torch.empty(spec.shape, dtype=torch.float32, device="meta") for spec in model}
+    # Under the trainer's names: patterns of its config are about these.
+    theirs = called(tensors, Names({spec.name: spec for spec in model}))
+    ours = {theirs.get(spec.name, spec.name): spec.name for spec in model}
+    base = {theirs.get(s.name, s.name): torch.empty(s.shape, dtype=torch.float32, device="meta") for s in model}
     pairs: dict[str, Tensor] = {}
     ranks = []
     for part in merged_tensors(base, tensors, config).parts:
@@ -56,7 +60,7 @@ def write_adapter(folder: Path, given: Given, config: Mapping[str, Any] | None, 
                 f"{part.name} is an embedding or lies transposed, whose adapter engines do not run: publish it merged",
                 tensor=part.name,
             )
-        home = f"base_model.model.{part.name.removesuffix('.weight')}"
+        home = f"base_model.model.{ours[part.name].removesuffix('.weight')}"
         up = part.delta.up.detach().float().cpu() * part.delta.scaling
         down = part.delta.down.detach().float().cpu().contiguous()
         if not bool(torch.isfinite(up).all() and torch.isfinite(down).all()):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from pitstop.engine.errors import AdapterRejected, hint, names, near
-from pitstop.engine.naming import plain
+from pitstop.engine.naming import Names, plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,6 +148,17 @@ def merged_tensors(
     homes = {match["home"] for name, _ in pairs if (match := _PAIR.fullmatch(plain(_unrooted(name))))}
     layers = {home: _Layer(_scaling(home, config), bool(config.get("fan_in_fan_out"))) for home in homes}
     return Adapted(_paired([*replaced, *pairs], None, layers))
+
+
+def called(adapter: Iterable[str], model: Names) -> dict[str, str]:
+    """Return which names of the model's tensors an adapter's trainer has other ones for, and which those are."""
+    found = {}
+    for name in adapter:
+        match = _PAIR.fullmatch(plain(_unrooted(name)))
+        home = f"{match['home']}.weight" if match else ""
+        if home and (spec := model.find(home)) is not None:
+            found[spec.name] = home
+    return found
 
 
 def _items(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:

@@ -103,7 +103,9 @@ def with_drafter(inventory: Inventory, folder: Path, draft: Draft | None) -> Inv
             "launch with drafter='frozen' if none are trained"
         )
     ties = dict(_ties(behind, inventory))
-    return _added(inventory, tuple(spec for spec in behind if spec.name not in ties), ties)
+    copies = tuple(spec.name for spec in behind if spec.name.endswith((_EMBEDDING, _HEAD)))
+    found = _added(inventory, tuple(spec for spec in behind if spec.name not in ties), ties)
+    return replace(found, vocabulary=(*found.vocabulary, *copies))
 
 
 def tensors_of(draft: Draft) -> dict[Path, list[str]]:

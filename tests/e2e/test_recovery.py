@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from pitstop.engine import Phase, RolloutEngine, SamplingParams, errors
 from pitstop.engine.worker_ports import WorkerOp, WorkerReply
 from tests.conftest import Checkpoint
-from tests.e2e.trainer import trainer
+from tests.e2e.trainer import change, trainer
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
@@ -108,6 +109,27 @@ async def test_before_the_first_refit_the_checkpoint_of_the_launch_brings_it_bac
         with pytest.raises(errors.OfferRejected, match="with other content"):
             await engine.recover(checkpoint("llama", 1))
         assert await engine.recover(checkpoint("llama", 0)) is not None
+
+
+@pytest.mark.parametrize("how", ["shuffled", "fused", "padded"])
+async def test_a_version_comes_back_from_its_checkpoint_though_the_trainer_sent_it_in_another_form(
+    preloaded: None, checkpoint: Checkpoint, how: str
+) -> None:
+    family = "qwen3_moe" if how == "fused" else "tied" if how == "padded" else "llama"
+    sent = change(load_file(checkpoint(family, 1) / "model.safetensors"), how)
+    async with RolloutEngine.launch(checkpoint(family, 0), engine_args=ARGS, start_method="fork") as engine:
+        trim: Any = {"vocabulary": "trim"} if how == "padded" else {}
+        await engine.refit(sent, weight_version=1, **trim)
+        prints = (await engine.fingerprints())["replica-0"]
+        for source in (None, checkpoint(family, 1)):
+            kill(engine)
+            await engine.replicas[0].reached(frozenset({Phase.DEAD}))
+            if source is not None:
+                with pytest.raises(errors.OfferRejected, match="with other content"):
+                    await engine.recover(checkpoint(family, 0), weight_version=1)
+            assert await engine.recover(source) is not None
+            assert (await engine.fingerprints())["replica-0"] == prints
+            assert (await engine.verify()).replicas["replica-0"].state == "same"
 
 
 async def test_a_launch_checkpoint_that_was_overwritten_is_not_served_under_its_old_version(

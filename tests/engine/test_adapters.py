@@ -16,8 +16,9 @@ from pitstop.engine.errors import (
     WorkerFailed,
 )
 from pitstop.engine.ports import AdapterHost
+from pitstop.engine.refit import RefitOptions
 from pitstop.engine.request import Adapter, Request, SamplingParams
-from pitstop.engine.simulated import SimulatedBackend, SimulatedLeg
+from pitstop.engine.simulated import Delays, SimulatedBackend, SimulatedLeg
 from tests.engine.sim import SimFleet, fleet, until
 
 LONG = SamplingParams(max_tokens=2000)
@@ -51,8 +52,8 @@ class Host(SimulatedBackend):
 
 
 class Hosts(SimFleet):
-    def __init__(self, n: int = 1) -> None:
-        self.hosts = [Host() for _ in range(n)]
+    def __init__(self, n: int = 1, **options: Any) -> None:
+        self.hosts = [Host(**options) for _ in range(n)]
         super().__init__(self.hosts)
         self.gone: list[int] = []
         self._adapters.discard = lambda adapter: self.gone.append(adapter.number)
@@ -122,6 +123,19 @@ async def test_a_request_that_waits_for_admission_gets_the_version_that_is_there
         second = await engines.bring("math", 2)
         await engines.refit_to(1)
         assert (await waiting).adapter == second
+
+
+async def test_a_request_that_a_refit_withdraws_goes_on_though_its_adapter_was_dropped_meanwhile() -> None:
+    async with Hosts(delays=Delays(step=0.2)) as engines:
+        first = await engines.bring("math", 1)
+        running = asyncio.create_task(engines.generate([1], SHORT, adapter="math"))
+        await until(lambda: engines.hosts[0].submitted)
+        await engines._adapters.drop("math")
+        await engines.refit_to(1, RefitOptions(policy="keep"))
+        done = await running
+        assert (done.finish_reason, done.spans, done.adapter) == ("length", ((1, 0, 3),), first)
+        await until(lambda: engines.gone == [first.number])
+        assert [request.adapter for request in engines.hosts[0].submitted] == [first, first]
 
 
 async def test_what_one_replica_cannot_load_leaves_every_replica_with_the_version_before() -> None:

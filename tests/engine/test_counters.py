@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from itertools import pairwise
 
@@ -11,7 +12,10 @@ from hypothesis import strategies as st
 
 from pitstop.engine.counters import Acceptance, Counters, Series, flatten
 from pitstop.engine.drafting import DROP, ENOUGH
+from pitstop.engine.errors import ReplicaDied
+from pitstop.engine.lifecycle import Phase
 from pitstop.engine.request import SamplingParams
+from pitstop.engine.simulated import Delays
 from tests.engine.sim import SimFleet, fleet, until
 
 DRAFTS = "vllm:spec_decode_num_drafts"
@@ -122,6 +126,18 @@ async def test_a_fleet_tells_the_counters_of_each_living_replica_and_of_its_inca
         assert sum(_made(after[name].since(before[name])) for name in after) == 11
 
 
+async def test_an_engine_that_died_a_moment_ago_does_not_keep_the_others_counters_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with fleet(2) as engine:
+
+        async def gone() -> Counters:
+            raise ReplicaDied("replica-0 died", replica="replica-0")
+
+        monkeypatch.setattr(engine.sims[0], "counters", gone)
+        assert set(await engine.counters()) == {"replica-1"}
+
+
 def _made(found: Counters) -> float:
     value = found.values["vllm:generation_tokens"]
     assert isinstance(value, int | float)
@@ -177,6 +193,31 @@ async def test_too_few_drafts_are_no_reason_for_an_alarm() -> None:
         await make(engine, ENOUGH - 1)
         await engine.refit_to(2)
         assert drops(engine) == 0
+
+
+async def test_a_look_that_a_refit_overtakes_ends_and_judges_neither_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with fleet(drafter=lambda version: [0.9, 0.1][version], delays=Delays(call=0.05)) as engine:
+        await make(engine, 2 * ENOUGH)
+        counters, late = engine.sims[0].counters, asyncio.Event()
+
+        async def slow() -> Counters:
+            await late.wait()
+            return await counters()
+
+        monkeypatch.setattr(engine.sims[0], "counters", slow)
+        look = asyncio.create_task(engine.replicas[0].drafting.look())
+        await asyncio.sleep(0.01)
+        monkeypatch.setattr(engine.sims[0], "counters", counters)
+        refit = engine.refit_to(1)
+        await engine.replicas[0].reached(frozenset({Phase.RECEIVING}))
+        late.set()
+        assert await look is None
+        await refit
+        await make(engine, 2 * ENOUGH)
+        await engine.replicas[0].drafting.look()
+        assert drops(engine) == 1
 
 
 async def test_an_engine_whose_counters_fail_serves_and_takes_refits() -> None:

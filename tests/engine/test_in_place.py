@@ -171,7 +171,7 @@ async def test_content_that_contradicts_the_commit_is_torn_although_it_is_whole(
         engine.sims[1].script.plan("apply", "raise")
         await engine.refit_to(1)
         known = engine._coordinator._known
-        known[next(iter(known))] = (1, 2, 3)
+        known[next(iter(known))] = {"model.norm.weight": 1}
         report = await within(engine.refit_to(1, IN_PLACE))
         assert report.error is not None
         assert report.error.slug == "offer_rejected"

@@ -194,6 +194,19 @@ def test_fused_experts_are_no_parts_of_experts_that_differ(odd: str) -> None:
         route(offer(GATE_UP, DOWN), Inventory(tuple(stored)))
 
 
+@pytest.mark.parametrize("stored", [experts().tensors, (GATE_UP, DOWN)], ids=["one by one", "fused"])
+@pytest.mark.parametrize("sent", [experts().tensors, (GATE_UP, DOWN)], ids=["one by one", "fused"])
+def test_experts_of_a_drafter_that_is_not_refitted_stay_behind_in_either_form(
+    stored: tuple[TensorSpec, ...], sent: tuple[TensorSpec, ...]
+) -> None:
+    norm = spec("model.norm.weight", 4)
+    inventory = Inventory((norm,), unused=tuple(found.name for found in stored))
+    assert route(offer(norm, *sent), inventory).rows == (Routed(0, norm),)
+    other = [spec(found.name.replace("layers.0", "layers.1"), *found.shape) for found in sent]
+    with pytest.raises(errors.UnexpectedTensors, match=r"layers\.1"):
+        route(offer(norm, *other), inventory)
+
+
 def test_fused_experts_of_a_checkpoint_that_has_them_fused_travel_whole() -> None:
     manifest = route(offer(DOWN, GATE_UP), Inventory((GATE_UP, DOWN)))
     assert manifest.rows == (Routed(0, DOWN), Routed(1, GATE_UP))

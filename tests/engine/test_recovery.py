@@ -85,6 +85,18 @@ async def test_a_checkpoint_of_the_fleet_s_version_must_hold_what_was_committed_
         assert (list(report.replicas), report.weight_version) == (["replica-0"], 3)
 
 
+async def test_the_same_content_in_another_order_is_the_same_version() -> None:
+    async with fleet(2, checkpoints={"step-3": 3, "other": 2}) as engine:
+        await engine.refit_to(3, tensors=list(reversed(engine.sims[0].specs)))
+        await dead(engine)
+        report = await engine.recover("step-3")
+        assert report is not None
+        assert report.outcome is Outcome.COMMITTED
+        await dead(engine)
+        with pytest.raises(OfferRejected, match="with other content"):
+            await engine.recover("other")
+
+
 async def test_what_was_loaded_at_launch_is_never_replaced_by_something_of_the_same_version() -> None:
     async with fleet(2, checkpoints={"base": 0, "other": 7}, origin="base") as engine:
         await dead(engine)

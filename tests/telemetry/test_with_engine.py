@@ -24,6 +24,22 @@ from tests.telemetry.builders import Recorder, attributes, context, parent_id
 PHASES = [names.SUSPEND, names.RECEIVE_WEIGHTS, names.FINALIZE, names.RESUME]
 
 
+async def test_a_restart_is_a_life_of_its_own_from_its_first_transition_on() -> None:
+    recorder = Recorder()
+    observer = recorder.observer()
+    async with SimFleet([SimulatedBackend()], observer) as fleet:
+        fleet.sims[0].die()
+        await fleet.replicas[0].reached(frozenset({Phase.DEAD}))
+        await fleet.restart()
+        await fleet.refit_to(1)
+    observer.cut()
+    assert dict(recorder.dropped) == {}
+    boots = [
+        (attributes(span)["rl.replica.incarnation"], span.status.status_code) for span in recorder.named(names.BOOT)
+    ]
+    assert boots == [(1, StatusCode.UNSET), (2, StatusCode.UNSET)]
+
+
 async def test_refits_under_load_tile_and_nothing_that_is_said_is_lost() -> None:
     recorder, reader, live = Recorder(), InMemoryMetricReader(), Live()
     instruments = Instruments(MeterProvider([reader], shutdown_on_exit=False).get_meter("test"))

@@ -17,6 +17,7 @@ from pitstop.transports import checkpoint_source, digest, tensor_source
 from pitstop.transports.buckets import place
 from pitstop.transports.cuda_ring import Drainer, Pourer
 from pitstop.transports.digest import reference
+from pitstop.transports.merging import MergedSource
 from pitstop.transports.packing import Slot, Source, checked, slots_of
 from pitstop.transports.pouring import Geometry, pour
 from pitstop.transports.reports import accept, accepted
@@ -81,12 +82,23 @@ def of_turned(tensors: dict[str, torch.Tensor], _: Path) -> Source:
     return TensorSource(turned(tensors).items())
 
 
+def of_merged(tensors: dict[str, torch.Tensor], _: Path) -> Source:
+    """With an adapter of the embedding that adds nothing: what arrives went through a merge."""
+    from pitstop.transports.adapters import Adapted, Delta, Part
+
+    delta = Delta(torch.zeros(PADDED, 2), torch.randn(2, HIDDEN), 1.0)
+    parts = (Part(name, tensor, delta if name == EMBED else None) for name, tensor in tensors.items())
+    source = source_of(Adapted(tuple(parts)))
+    assert isinstance(source, MergedSource)
+    return source
+
+
 def of_checkpoint(tensors: dict[str, torch.Tensor], folder: Path) -> Source:
     save_file(tensors, folder / "model.safetensors")
     return source_of(folder)
 
 
-@pytest.mark.parametrize("make", [of_tensors, of_turned, of_checkpoint])
+@pytest.mark.parametrize("make", [of_tensors, of_turned, of_merged, of_checkpoint])
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("slot_nbytes", [0, 1024, 1 << 20], ids=["whole", "many buckets", "one bucket"])
 def test_parts_arrive_bit_for_bit_with_digests_of_their_own(

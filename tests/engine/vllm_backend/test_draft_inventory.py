@@ -177,3 +177,19 @@ def test_b79_padding_of_a_trained_drafters_vocabulary_is_trimmed_where_that_is_a
         route(Offer("r", 1, sent), found)
     manifest = route(Offer("r", 1, sent, vocabulary="trim"), found)
     assert {row.spec.shape for row in manifest.rows} == {(4, 2)}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_b79_padding_of_what_draft_layers_copy_of_the_targets_vocabulary_is_trimmed_with_it(
+    tmp_path: Path, tied: bool
+) -> None:
+    base = BASE[:-1] if tied else BASE
+    folder = made(tmp_path, [*base, NORM, COPY, HEAD_COPY], tie_word_embeddings=tied)
+    found = with_drafter(from_headers(folder), folder, layers(folder, trained=True))
+    sent = [*found.tensors, *(TensorSpec(name, "float32", (4, 2)) for name in (COPY, HEAD_COPY))]
+    sent = [replace(spec, shape=(8, 2)) if spec.name in {EMBED, HEAD, COPY, HEAD_COPY} else spec for spec in sent]
+    with pytest.raises(ShapeMismatch, match="trim"):
+        route(Offer("r", 1, tuple(sent)), found)
+    manifest = route(Offer("r", 1, tuple(sent), vocabulary="trim"), found)
+    assert {row.spec.shape for row in manifest.rows} == {(4, 2)}
+    assert len(manifest.equal) == 2
