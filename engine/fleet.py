@@ -67,12 +67,14 @@ class Fleet(Owned):
         context: Callable[[], Mapping[str, str]] = dict,
         labels: Mapping[str, Scalar] | None = None,
         recovery: Recovery | None = None,
+        boot_seconds: float | None = None,
     ) -> None:
-        """`recovery`: lost replicas are recovered without being asked, in this way."""
+        """`recovery`: lost replicas are recovered without being asked, in this way. `boot_seconds`: a start's limit."""
+        limit = (Deadlines() if boot_seconds is None else Deadlines(boot=boot_seconds)).boot
         self._ledger = Ledger()
         self._observer = observer = observer if isinstance(observer, Guarded) else Guarded(observer)
         self.replicas: tuple[Replica, ...] = tuple(
-            Replica(f"replica-{n}", backend, self._ledger, observer, self._changed)
+            Replica(f"replica-{n}", backend, self._ledger, observer, self._changed, limit)
             for n, backend in enumerate(backends)
         )
         self._coordinator = Coordinator(self.replicas, self._ledger, transport, observer, self._idle)
