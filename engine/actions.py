@@ -104,7 +104,7 @@ class Actions:
         self._paused = self._kv_asleep = False
         self._counts = {}
         start = replica.backend.start(replica.name, replica.incarnation)
-        replica.booted = booted = await bounded(start, Deadlines().boot, replica=replica.name, phase="boot")
+        replica.booted = booted = await bounded(start, replica.boot_seconds, replica=replica.name, phase="boot")
         if booted.weight_version is None:
             return BootedEmpty()
         replica.ledger.commit(replica.name, replica.incarnation, booted.weight_version)

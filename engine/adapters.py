@@ -15,7 +15,16 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from pitstop.engine.errors import InvalidRequest, NotServing, PitstopError, StaleVersion, UnsupportedPolicy, hint, near
+from pitstop.engine.errors import (
+    InvalidRequest,
+    NotServing,
+    PitstopError,
+    StaleVersion,
+    UnsupportedPolicy,
+    hint,
+    names,
+    near,
+)
 from pitstop.engine.flight import Flight
 from pitstop.engine.job import bounded
 from pitstop.engine.lifecycle import Phase
@@ -60,8 +69,9 @@ class Adapters:
         try:
             return self._current[name]
         except KeyError:
-            there = hint({name: near(name, list(self._current))})
-            raise InvalidRequest(f"there is no adapter named {name!r}.{there}") from None
+            there = names(list(self._current)) or "none: refit_adapter brings one"
+            close = hint({name: near(name, list(self._current))})
+            raise InvalidRequest(f"there is no adapter named {name!r}, but {there}.{close}") from None
 
     def salted(self, flight: Flight, salt: str) -> str:
         """Give a flight the newest version of its adapter; return the salt of its cache entries."""

@@ -67,12 +67,14 @@ class Fleet(Owned):
         context: Callable[[], Mapping[str, str]] = dict,
         labels: Mapping[str, Scalar] | None = None,
         recovery: Recovery | None = None,
+        boot_seconds: float | None = None,
     ) -> None:
-        """`recovery`: lost replicas are recovered without being asked, in this way."""
+        """`recovery`: lost replicas are recovered without being asked, in this way. `boot_seconds`: a start's limit."""
+        limit = (Deadlines() if boot_seconds is None else Deadlines(boot=boot_seconds)).boot
         self._ledger = Ledger()
         self._observer = observer = observer if isinstance(observer, Guarded) else Guarded(observer)
         self.replicas: tuple[Replica, ...] = tuple(
-            Replica(f"replica-{n}", backend, self._ledger, observer, self._changed)
+            Replica(f"replica-{n}", backend, self._ledger, observer, self._changed, limit)
             for n, backend in enumerate(backends)
         )
         self._coordinator = Coordinator(self.replicas, self._ledger, transport, observer, self._idle)
@@ -229,6 +231,11 @@ class Fleet(Owned):
         """Stream one request's tokens as they are made.
 
         Args:
+            prompt: text, token ids, chat messages, or a mapping with `prompt_token_ids`, `prompt` or `messages`.
+            params: how to sample; by default `SamplingParams()`, which runs to the end of the context.
+            session_id: requests of one session go to one replica as long as it serves, for its prefix cache.
+            priority: the backend's: lower goes first, on engines launched with `scheduling_policy="priority"`.
+            trace_headers: W3C trace context of the request; by default the caller's current span.
             adapter: name of an adapter (`adapters`); the request gets the version that is there when it is admitted.
 
         Returns:
@@ -252,6 +259,8 @@ class Fleet(Owned):
     ) -> Completions:
         """Complete several prompts.
 
+        `params` is for all prompts, or a sequence with one for each; the other arguments are those of `stream`.
+
         Returns:
             An async iterator of `(index, Completion)` in the order they finish. A prompt that cannot run gives
             a completion with `finish_reason="error"`, and the others are unaffected.
@@ -274,7 +283,7 @@ class Fleet(Owned):
         return Completions([starter(p, one) for p, one in zip(prompts, each, strict=True)], self._decode)
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Completion:
-        """Complete one prompt and return it; raises the completion's error if it has one."""
+        """Complete one prompt and return it; raises the completion's error if it has one. `options` as in `stream`."""
         async with self.generate_async([prompt], params, **options) as completions:
             async for _, completion in completions:
                 if completion.error is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import inspect
 import logging
 import os
 import shutil
@@ -12,10 +13,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from pitstop.engine.coordinator import Again, Delivery
-from pitstop.engine.errors import DeadlineExceeded, LocalError, PitstopError, UnsupportedPolicy, names
+from pitstop.engine.errors import DeadlineExceeded, LocalError, PitstopError, UnsupportedPolicy, hint, names, near
 from pitstop.engine.fleet import Fleet
 from pitstop.engine.handle import RefitHandle
 from pitstop.engine.ports import Backend, Observer, Renderer, Scalar, Sending, default_observer
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("pitstop.engine")
 
 BACKENDS = ("vllm",)
+_OPTIONS: Final = ("start_method", "stat_loggers")
+"""What a launch hands on to the constructor of its backend."""
 
 
 class RolloutEngine(Fleet):
@@ -59,6 +62,7 @@ class RolloutEngine(Fleet):
         recovery: Recovery | None = None,
         checkpoint: tuple[Path, int] | None = None,
         buffers: Buffers | None = None,
+        boot_seconds: float | None = None,
     ) -> None:
         """`checkpoint`: the folder that the backends boot from, and the version it holds."""
         from pitstop.telemetry.context import capture
@@ -87,6 +91,7 @@ class RolloutEngine(Fleet):
             context=capture,
             labels=labels,
             recovery=recovery,
+            boot_seconds=boot_seconds,
         )
         self._adapters.discard = lambda adapter: shutil.rmtree(adapter.path, ignore_errors=True)
         self._booted_from = checkpoint
@@ -110,12 +115,15 @@ class RolloutEngine(Fleet):
         listen: str | None = None,
         keys: str | os.PathLike[str] | None = None,
         devices: Sequence[Sequence[int | str]] | None = None,
+        drafter: Literal["trained", "frozen"] | None = None,
+        boot_seconds: float = 600.0,
         **backend_options: Any,
     ) -> RolloutEngine:
         """Describe an engine; `async with` boots it.
 
         Args:
             model: folder of a Hugging Face checkpoint, or a hub id.
+            backend: "vllm", the only one yet.
             replicas: engines, each with processes of its own.
             weight_version: the version that the checkpoint holds.
             engine_args: the backend's own arguments (vLLM's engine arguments), for every replica.
@@ -134,10 +142,15 @@ class RolloutEngine(Fleet):
                 own private folder, and they end with it.
             devices: GPUs of each replica, as in `CUDA_VISIBLE_DEVICES`, one a rank; several replicas may share one. By
                 default each has its own of those that are visible.
-            backend_options: further arguments of the backend's constructor.
+            drafter: with vLLM's `speculative_config`, where the drafter's weights come from: "trained", from every
+                refit; "frozen", from its checkpoint. By default a drafter that is a part of the model's checkpoint
+                (MTP) is trained, and one with its own (Eagle3, a small model) is not.
+            boot_seconds: limit for each start of a replica, restarts and recoveries included: longer for a model that
+                takes longer to load or to compile (vLLM's own limit is `VLLM_ENGINE_READY_TIMEOUT_S`).
+            backend_options: `start_method` and `stat_loggers` of the backend, for tests and measurements.
 
         Raises:
-            UnsupportedPolicy: an option has no such value.
+            UnsupportedPolicy: there is no such option, or it has no such value.
         """
         if backend not in BACKENDS:
             raise UnsupportedPolicy(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
@@ -145,17 +158,18 @@ class RolloutEngine(Fleet):
             raise UnsupportedPolicy(f"on_replica_loss {on_replica_loss!r} is not 'error'")
         if recovery not in ("manual", "automatic") and not isinstance(recovery, Recovery):
             raise UnsupportedPolicy(f"recovery {recovery!r} is neither 'manual', 'automatic' nor a Recovery")
-        if replicas < 1:
-            raise UnsupportedPolicy(f"replicas is {replicas}, below 1")
+        if drafter not in (None, "trained", "frozen"):
+            raise UnsupportedPolicy(f"drafter {drafter!r} is not one of trained, frozen")
+        if type(replicas) is not int or replicas < 1:
+            raise UnsupportedPolicy(f"replicas is {replicas!r}, not a number from 1 on")
+        _known(backend_options, list(inspect.signature(cls.launch).parameters))
+        _seated(devices, replicas)
         from pitstop.engine.vllm_backend import Seat, TokenizerRenderer, VllmBackend
-
-        args = dict(engine_args or {})
         from pitstop.transports.shared_memory import RECEIVERS
 
-        if devices is not None and len(devices) != replicas:
-            raise UnsupportedPolicy(f"devices are given for {len(devices)} replicas, there are {replicas}")
+        args = dict(engine_args or {})
         seats = [Seat(n, replicas, tuple(map(str, devices[n])) if devices else None) for n in range(replicas)]
-        given = {"receivers": RECEIVERS, **backend_options}
+        given = {"receivers": RECEIVERS, "drafter": drafter, **backend_options}
         made = [
             VllmBackend(str(model), engine_args=args, weight_version=weight_version, seat=seat, **given)
             for seat in seats
@@ -170,7 +184,7 @@ class RolloutEngine(Fleet):
         labels = {"model": Path(model).name, "provider": backend}
         return cls(
             made, renderer=renderer, observer=observer, policy=policy, mode=mode, labels=labels,
-            listen=listen, keys=keys, buffers=buffers,
+            listen=listen, keys=keys, buffers=buffers, boot_seconds=boot_seconds,
             recovery=recovery if isinstance(recovery, Recovery) else Recovery() if recovery == "automatic" else None,
             checkpoint=(Path(model), weight_version),
         )  # fmt: skip
@@ -412,3 +426,24 @@ class RolloutEngine(Fleet):
 
     def _inventory_size(self) -> int:
         return next((len(r.booted.inventory.tensors) for r in self.replicas if r.booted), 0)
+
+
+def _known(options: Mapping[str, Any], ours: Sequence[str]) -> None:
+    """Refuse options of a launch that nobody knows; most are meant for vLLM, or misspelt."""
+    if unknown := {name: value for name, value in options.items() if name not in _OPTIONS}:
+        close = hint({name: near(name, ours) for name in unknown})
+        raise UnsupportedPolicy(
+            f"a launch has no options named {names(list(unknown))}; vLLM's own arguments go into "
+            f"engine_args={unknown!r}.{close}"
+        )
+
+
+def _seated(devices: Sequence[Sequence[int | str]] | None, replicas: int) -> None:
+    """Refuse devices that are not a sequence for each replica."""
+    for n, seat in enumerate(devices or ()):
+        # Letter by letter, "10" would be two GPUs, neither of them the one that was meant.
+        if isinstance(seat, str) or not isinstance(seat, Sequence):
+            example = [["0"], ["1"]]
+            raise UnsupportedPolicy(f"devices[{n}] is {seat!r}, not a sequence of GPUs: devices={example} is one each")
+    if devices is not None and len(devices) != replicas:
+        raise UnsupportedPolicy(f"devices are given for {len(devices)} replicas, there are {replicas}")

@@ -51,7 +51,8 @@ _FLOATS: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Limits in seconds. Every wait has one; all but `boot` are settable per refit.
+    """Limits in seconds. Every wait has one; all but `boot`, the engine's own (`launch(boot_seconds=)`), are
+    settable per refit.
 
     `receive` grows by `receive_per_gib` for each GiB on the wire; `drain` is the policy `wait`'s own limit, in
     which requests in flight must end; `silence` is how long a peer may say nothing at all.
@@ -173,13 +174,14 @@ def _all_expected(
     also = f" Not offered: {names(missing)}." if missing else ""
     remedy = model.fused(strange) or hint({n: near(plain(n), free) for n in strange[:64]})
     raise UnexpectedTensors(
-        f"{len(strange)} offered tensors are not of this model: {names(strange)}.{also}{remedy}{_frozen(strange)}",
+        f"{len(strange)} offered tensors are not of this model: {names(strange)}.{also}{remedy}"
+        f"{_frozen(strange, inventory)}",
         tensor=min(strange),
     )
 
 
-def _frozen(strange: Sequence[str]) -> str:
-    drafts = any(plain(name).startswith("draft.") for name in strange)
+def _frozen(strange: Sequence[str], inventory: Inventory) -> str:
+    drafts = not inventory.drafter and any(plain(name).startswith("draft.") for name in strange)
     return " A drafter with a checkpoint of its own is refitted if launched with drafter='trained'." if drafts else ""
 
 

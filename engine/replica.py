@@ -63,9 +63,16 @@ class Replica:
     """Drives one backend through the lifecycle. Create, `run` in a task, `post` events."""
 
     def __init__(
-        self, name: str, backend: Backend, ledger: Ledger, observer: Observer, changed: Callable[[], None]
+        self,
+        name: str,
+        backend: Backend,
+        ledger: Ledger,
+        observer: Observer,
+        changed: Callable[[], None],
+        boot_seconds: float,
     ) -> None:
         self.name = name
+        self.boot_seconds = boot_seconds
         self.backend = backend
         self.ledger = ledger
         self.observer = observer

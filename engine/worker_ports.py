@@ -54,8 +54,9 @@ class Inventory:
 
     `tied` maps the name of a tensor that shares another's storage to that other's name. Either of the two
     may be left out of an offer, or both may come with equal content. `vocabulary` names the tensors that have a row
-    for each token. `drafter` names those among `tensors` that are a trained drafter's. `unused` names what the
-    checkpoint stores for a drafter that refits do not bring: it may be offered, and stays behind. Each group of
+    for each token. `drafter` names those among `tensors` that are a trained drafter's. `unused` names what a
+    checkpoint stores that refits do not bring, of a drafter that is not trained, or that no engine loads: it may be
+    offered, and stays behind. Each group of
     `optional` tensors may come too, whole or not at all; what a version does not bring is then as if no version had
     ever brought it.
     """

@@ -37,7 +37,8 @@ def connector(endpoint: str) -> Callable[[], Post]:
         if (error.name or "").startswith("pitstop"):
             raise
         raise ExporterMissing(
-            f"endpoint: {error.name} is not installed; it comes with the extra otlp: pip install 'pitstop[otlp]'"
+            f"endpoint: {error.name} is not installed; it comes with the extra otlp: "
+            "pip install opentelemetry-exporter-otlp-proto-http"
         ) from error
     return lambda: OtlpPost(endpoint)
 

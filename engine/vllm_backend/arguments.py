@@ -52,7 +52,7 @@ def engine_arguments(
 def _none_of_ours(model: str, given: Mapping[str, Any]) -> None:
     for name, value in {**OURS, "model": model}.items():
         if given.get(name, value) != value:
-            raise EngineArgumentRejected(f"{name} is {value!r} here, not {given[name]!r}", argument=name)
+            raise EngineArgumentRejected(f"{name} is {value!r} here, not {given[name]!r}: leave it out", argument=name)
     if given.get("data_parallel_size", 1) != 1:
         raise EngineArgumentRejected(
             "data_parallel_size is 1 here: ask for replicas instead (vLLM answers calls to workers from one rank only)",

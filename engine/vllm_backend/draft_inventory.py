@@ -81,7 +81,9 @@ def with_drafter(inventory: Inventory, folder: Path, draft: Draft | None) -> Inv
         CheckpointUnreadable: it is trained, and nothing says which tensors it has.
     """
     specs = _own(Path(draft.folder)) if draft is not None and draft.own and draft.trained else None
+    dropped: tuple[str, ...] = ()
     if specs is not None:
+        dropped = tuple(f"{PREFIX}{name}" for name in specs.unused)
         tied = {f"{PREFIX}{twin}": f"{PREFIX}{base}" for twin, base in specs.tied.items()}
         added = tuple(replace(spec, name=f"{PREFIX}{spec.name}") for spec in specs.tensors)
         # Trainers pad a drafter's vocabulary as they do the target's.
@@ -96,7 +98,7 @@ def with_drafter(inventory: Inventory, folder: Path, draft: Draft | None) -> Inv
         # A model whose weights are nowhere.
         behind = []
     if draft is None or draft.own or not draft.trained:
-        return replace(inventory, unused=tuple(spec.name for spec in behind))
+        return replace(inventory, unused=(*dropped, *(spec.name for spec in behind)))
     if not behind:
         raise CheckpointUnreadable(
             f"{folder} has no tensors of a drafter, so nothing says which ones a refit has to bring; "
@@ -132,7 +134,9 @@ def tensors_of(draft: Draft) -> dict[Path, list[str]]:
 
 def _own(folder: Path) -> Inventory:
     found = from_headers(folder)
-    return replace(found, tensors=tuple(spec for spec in found.tensors if not _UNLOADED.search(spec.name)))
+    unloaded = tuple(spec.name for spec in found.tensors if _UNLOADED.search(spec.name))
+    kept = tuple(spec for spec in found.tensors if spec.name not in unloaded)
+    return replace(found, tensors=kept, unused=unloaded)
 
 
 def _added(inventory: Inventory, added: tuple[TensorSpec, ...], tied: Mapping[str, str]) -> Inventory:

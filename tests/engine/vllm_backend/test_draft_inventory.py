@@ -133,6 +133,19 @@ def test_a_drafter_with_a_checkpoint_of_its_own_is_listed_under_a_prefix(tmp_pat
     assert list(found.drafter) == wanted
 
 
+def test_a_drafters_whole_checkpoint_is_a_version_also_with_what_no_engine_loads(tmp_path: Path) -> None:
+    folder = made(tmp_path / "target", BASE)
+    own = made(tmp_path / "draft", ["fc.weight", "d2t", "t2d"])
+    found = with_drafter(from_headers(folder), folder, Draft(True, True, str(own)))
+    stored = [replace(spec, name=f"draft.{spec.name}") for spec in from_headers(own).tensors]
+    manifest = route(Offer("r", 1, (*found.tensors[: len(BASE)], *stored)), found)
+    assert [row.spec.name for row in manifest.rows] == [*BASE, "draft.fc.weight", "draft.d2t"]
+    odd = replace(stored[0], name="draft.odd.weight")
+    with pytest.raises(UnexpectedTensors, match=r"draft\.odd\.weight") as strange:
+        route(Offer("r", 1, (*found.tensors, odd)), found)
+    assert "drafter='trained'" not in str(strange.value)
+
+
 def test_a_trained_drafter_of_which_nothing_is_stored_is_refused(tmp_path: Path) -> None:
     folder = made(tmp_path, BASE)
     with pytest.raises(CheckpointUnreadable, match="launch with drafter='frozen'"):
