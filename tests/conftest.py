@@ -7,6 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("pitstop", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("pitstop")
 
 # Read when vLLM is first imported, in this process or in an engine's.
 os.environ.update(
