@@ -200,4 +200,5 @@ async def test_an_engine_of_a_module_fixture_serves_its_first_test(shared: Rollo
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_engine_of_a_module_fixture_serves_its_second_test(shared: RolloutEngine) -> None:
-    assert len([c async for c in shared.stream([97], SHORT)]) == 4
+    # How many chunks they come in is the engine's to say.
+    assert sum([len(c.token_ids) async for c in shared.stream([97], SHORT)]) == 4
