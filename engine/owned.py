@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Literal
 
 from pitstop.engine.counters import Counters
@@ -9,14 +10,14 @@ from pitstop.engine.drift import VerifyReport
 from pitstop.engine.upkeep import Upkeep
 
 
-class Owned:
+class Owned(ABC):
     """The part of `Fleet` that its owner calls now and then."""
 
     _upkeep: Upkeep
 
+    @abstractmethod
     def _must_be_open(self) -> None:
         """Raise `EngineClosed` outside `async with`."""
-        raise NotImplementedError
 
     async def sleep(self, level: int = 1, *, policy: Literal["recompute", "wait", "abort"] = "recompute") -> None:
         """Give memory back on every serving or idle replica.

@@ -14,6 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from pitstop.engine.errors import DeadlineExceeded, ReadingCutShort
+from pitstop.engine.vllm_backend.layers import packs
+from pitstop.engine.vllm_backend.sums import word_sums
 from pitstop.engine.worker_ports import Seen, WorkerReply
 
 if TYPE_CHECKING:
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     Readable = Module | DraftModel | WithDrafter
 
 _CHUNK: Final = 1 << 20  # words of eight bytes: bounds the memory that indices and products take, and a step's delay
-_ODD: Final = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed integer
 _SCALES: Final = frozenset({"_k_scale", "_v_scale", "_q_scale", "_prob_scale"})
 
 
@@ -63,8 +64,7 @@ def _packed(layer: Any, name: str) -> bool:
     if name != "weight" or layer._parameters.get(name) is None:
         return False
     # Linear layers on the CPU: what computes is a closure over the copy. An embedding that is looked up has one too.
-    copied = getattr(getattr(layer, "cpu_linear", None), "__closure__", None) is not None
-    return not layer.weight.numel() or (copied and type(layer).__name__ != "VocabParallelEmbedding")
+    return not layer.weight.numel() or (packs(layer) and type(layer).__name__ != "VocabParallelEmbedding")
 
 
 def _written(number: int) -> str:
@@ -72,23 +72,10 @@ def _written(number: int) -> str:
 
 
 def _parts(tensor: Tensor) -> Iterator[int]:
-    """Yield what each chunk adds to a sum modulo 2^64 of words, each folded and times its index: order matters."""
-    import torch
-
-    if not tensor.numel():
-        return
-    flat = _flat(tensor).view(torch.uint8)
+    """Yield what each chunk adds to a tensor's number."""
     # A GPU has the bandwidth for more at once, and each launch takes Python's lock from the engine's steps.
-    chunk = 8 * _CHUNK * (4 if tensor.is_cuda else 1)
-    for start in range(0, flat.numel(), chunk):
-        part = flat[start : start + chunk]
-        if part.numel() % 8 or part.storage_offset() % 8:
-            part = torch.nn.functional.pad(part, (0, -part.numel() % 8)).clone()
-        words = part.view(torch.int64)
-        index = torch.arange(start // 8, start // 8 + words.numel(), dtype=torch.int64, device=words.device)
-        mixed = (words ^ (words >> 29)) * (index * 2 + 1)
-        mixed = (mixed ^ (mixed >> 32)) * _ODD
-        yield int(mixed.sum().item())
+    for part in word_sums(_flat(tensor), _CHUNK * (4 if tensor.is_cuda else 1)):
+        yield int(part.item())
 
 
 def _flat(tensor: Tensor) -> Tensor:

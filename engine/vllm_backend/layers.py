@@ -38,7 +38,7 @@ def derives(layer: Module, *, cpu: bool) -> str | None:
     kind = kind_of(layer)
     if kind and kind not in _PLAIN:
         return f"{kind} derives its own form of the weights"
-    if cpu and kind and (kind == "UnquantizedFusedMoEMethod" or _packed(layer)):
+    if cpu and kind and (kind == "UnquantizedFusedMoEMethod" or packs(layer)):
         return "vLLM packs these weights for the CPU"
     return None
 
@@ -67,7 +67,8 @@ def is_attention(layer: Module) -> bool:
     return bool(is_deferred_attention_layer(layer))
 
 
-def _packed(layer: Module) -> bool:
+def packs(layer: Module) -> bool:
+    """Whether vLLM has made a layer compute with a copy of its weight, as it does on the CPU."""
     # A function without memory of its own computes from the weight that it is given.
     multiply: Any = getattr(layer, "cpu_linear", None)
     return getattr(multiply, "__closure__", None) is not None

@@ -1,14 +1,14 @@
-"""A number for each of many tensors, by which two of them are compared without keeping either."""
+"""Numbers for the content of tensors, by which two are compared without keeping either."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_CHUNK: Final = 1 << 24  # elements: bounds the memory that indices and products take
+_CHUNK: Final = 1 << 22  # words of eight bytes: bounds the memory that indices and products take
 _ODD: Final = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed integer
 
 
@@ -18,7 +18,13 @@ def sums(tensors: Sequence[Tensor]) -> list[int]:
 
     if not tensors:
         return []
-    return [int(number) for number in torch.stack([_sum(tensor) for tensor in tensors]).tolist()]
+    found = []
+    for tensor in tensors:
+        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+        for part in word_sums(tensor.detach().contiguous().view(-1), _CHUNK):
+            total += part
+        found.append(total)
+    return [int(number) for number in torch.stack(found).tolist()]
 
 
 def constant(tensors: Sequence[Tensor]) -> list[bool]:
@@ -31,17 +37,21 @@ def constant(tensors: Sequence[Tensor]) -> list[bool]:
     return [bool(one) for one in torch.stack([answer.to(tensors[0].device) for answer in flat]).tolist()]
 
 
-def _sum(tensor: Tensor) -> Tensor:
-    """Sum over elements a product of the bits, folded, and of an index: order matters."""
+def word_sums(flat: Tensor, chunk: int) -> Iterator[Tensor]:
+    """Yield what each `chunk` words of a flat tensor add to a sum modulo 2^64, on its device, one after the other.
+
+    The sum is of eight-byte words, each folded and times its index: order matters.
+    """
     import torch
 
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits = tensor.detach().contiguous().view(-1).view(whole)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, bits.numel(), _CHUNK):
-        part = bits[start : start + _CHUNK].to(torch.int64)
-        index = torch.arange(start, start + part.numel(), dtype=torch.int64, device=tensor.device)
-        mixed = (part + 1) * (index * 2 + 1)
-        mixed = (mixed ^ (mixed >> 29)) * _ODD
-        total += (mixed ^ (mixed >> 32)).sum()
-    return total
+    if not flat.numel():
+        return
+    flat = flat.view(torch.uint8)
+    for start in range(0, flat.numel(), 8 * chunk):
+        part = flat[start : start + 8 * chunk]
+        if part.numel() % 8 or part.storage_offset() % 8:
+            part = torch.nn.functional.pad(part, (0, -part.numel() % 8)).clone()
+        words = part.view(torch.int64)
+        index = torch.arange(start // 8, start // 8 + words.numel(), dtype=torch.int64, device=words.device)
+        mixed = (words ^ (words >> 29)) * (index * 2 + 1)
+        yield ((mixed ^ (mixed >> 32)) * _ODD).sum()

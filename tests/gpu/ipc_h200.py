@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Coroutine
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -317,6 +318,19 @@ async def big(out: dict[str, Any]) -> None:
             trainer.pipe.send(None)
 
 
+def recorded(work: Coroutine[Any, Any, None], path: Path, out: dict[str, Any]) -> None:
+    """Do it and write what it has put into `out`, so that a run that is cut short tells how far it came."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    faulthandler.dump_traceback_later(240, repeat=True)
+    try:
+        asyncio.run(work)
+    except BaseException:
+        out["failed"] = traceback.format_exc()
+        raise
+    finally:
+        path.write_text(json.dumps(out, indent=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
@@ -326,16 +340,7 @@ def main() -> None:
     out: dict[str, Any] = {"shape": args.shape, "wanted_staging": args.staging}
     if args.staging == "host":
         room._DEVICE_HEADROOM = 1 << 60  # type: ignore[misc]
-    # So that a run that is cut short tells how far it came.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    faulthandler.dump_traceback_later(240, repeat=True)
-    try:
-        asyncio.run(big(out) if args.shape == "7b" else run(args.shape, out))
-    except BaseException:
-        out["failed"] = traceback.format_exc()
-        raise
-    finally:
-        args.out.write_text(json.dumps(out, indent=1))
+    recorded(big(out) if args.shape == "7b" else run(args.shape, out), args.out, out)
 
 
 if __name__ == "__main__":

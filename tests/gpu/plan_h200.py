@@ -9,13 +9,9 @@ what the plan covers must have been copied. Writes what each phase took. Needs o
 from __future__ import annotations
 
 import argparse
-import asyncio
-import faulthandler
 import json
-import signal
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pitstop.engine import RolloutEngine
 from pitstop.engine.worker_ports import WorkerOp
-from tests.gpu.ipc_h200 import Child, launch, said
+from tests.gpu.ipc_h200 import Child, launch, recorded, said
 from tests.gpu.refit_h200 import checkpoint, greedy, same
 
 MOE: dict[str, Any] = {
@@ -132,15 +128,7 @@ def main() -> None:
     parser.add_argument("--caches", default="auto,fp8")
     args = parser.parse_args()
     out: dict[str, Any] = {}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    faulthandler.dump_traceback_later(240, repeat=True)
-    try:
-        asyncio.run(run(args.families.split(","), args.caches.split(","), out))
-    except BaseException:
-        out["failed"] = traceback.format_exc()
-        raise
-    finally:
-        args.out.write_text(json.dumps(out, indent=1))
+    recorded(run(args.families.split(","), args.caches.split(","), out), args.out, out)
 
 
 if __name__ == "__main__":
