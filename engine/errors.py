@@ -26,7 +26,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
@@ -63,6 +63,13 @@ class PitstopError(Exception):
     def record(self) -> ErrorRecord:
         """Return this error as plain data."""
         return ErrorRecord(self.slug, self.message, dict(self.fields), self.remote_traceback)
+
+    def about(self, **facts: str | int | float | None) -> PitstopError:
+        """Return a copy with these facts as well, where it lacks them: one error may end several replicas' parts."""
+        record = self.record()
+        told = from_record(replace(record, fields=facts | record.fields))
+        told.__cause__, told.__traceback__ = self.__cause__, self.__traceback__
+        return told
 
     def __reduce__(self) -> tuple[Any, ...]:
         return from_record, (self.record(),)

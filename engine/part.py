@@ -101,11 +101,15 @@ class Part:
             return EngineClosed("the engine was closed while the refit ran")
         return ReplicaDied(f"{name} died during the refit", replica=name)
 
-    def end(self, report: ReplicaReport) -> None:
-        """It is over."""
+    def end(self, report: ReplicaReport) -> ReplicaReport:
+        """It is over. Return the report, whose error names this replica: what fails a trainer fails many parts."""
+        error = report.error
+        if error is not None and "replica" not in error.fields:
+            report = replace(report, error=error.about(replica=report.replica))
         self.report = report
         if self._staging.weight_version is not None:
             self._staging = advance(self._staging, StagingDropped(self._version))
+        return report
 
     @property
     def _stage_key(self) -> str:

@@ -306,7 +306,10 @@ class Replica:
                 "bytes": job.nbytes, "tensors": job.tensors, "mode": job.mode,
             }  # fmt: skip
             if job.ways is not None:
-                detail |= {"copied": job.ways.copied, "reloaded": job.ways.reloaded, "why_reloaded": job.ways.why}
+                detail |= {
+                    "copied": job.ways.copied, "straight": job.ways.straight, "reloaded": job.ways.reloaded,
+                    "why_reloaded": job.ways.why,
+                }  # fmt: skip
         error = getattr(event, "slug", None)
         version = job.weight_version if job else self.weight_version
         return Transition(

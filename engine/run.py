@@ -336,8 +336,7 @@ class RefitRun:
             self._done(part, ReplicaReport(part.replica.name, False, dict(part.seconds), error=error))
 
     def _done(self, part: Part, report: ReplicaReport) -> None:
-        part.end(report)
-        self.handle.replica_done(report)
+        self.handle.replica_done(part.end(report))
         self._progressed.set()
         self._free()
 

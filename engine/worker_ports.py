@@ -6,7 +6,7 @@ of plain values, so that msgspec can carry them between processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Final, Literal, Protocol
@@ -259,12 +259,13 @@ class WorkerOp:
 class Ways:
     """How many of a rank's tensors were `copied` into its parameters by a load plan, or `reloaded` by the engine.
 
-    `why` is the reason of the first that was reloaded.
+    `why` is the reason of the first that was reloaded. Of the copied, `straight` were received right at their places.
     """
 
     copied: int = 0
     reloaded: int = 0
     why: str = ""
+    straight: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,9 +306,27 @@ class WeightSink(Protocol):
         """Take over tensors, from a receiver's thread. They stay valid until `release`.
 
         With an `in_place` ticket it is called for one group of tensors after the other, in any order, each tensor
-        once: they are not proven yet, lie in memory that nobody else writes to, and go into the live parameters at
-        once. Otherwise it is called when all are proven. What it raises ends the receiver, which reports it.
+        once: they are not proven yet, lie in memory that nobody else writes to (or at their `places` already), and go
+        into the live parameters at once. Otherwise it is called when all are proven. What it raises ends the receiver,
+        which reports it.
         """
+
+    def places(self) -> Mapping[str, Tensor]:
+        """Return, with an `in_place` ticket, the live memory of tensors that can be written to it as they come.
+
+        By the ticket's names; contiguous, of the tensor's own shape and dtype. Empty if there is none: all other
+        tensors are to be received elsewhere. Changes nothing. A receiver writes to them only while it has `hold`.
+        """
+
+    def hold(self) -> bool:
+        """Keep everybody else from the live parameters, which may change from now on; False if somebody has them.
+
+        Raises:
+            PitstopError: the refit was given up: nothing may be written any more.
+        """
+
+    def let_go(self) -> None:
+        """End a `hold`. Whoever gave the refit up meanwhile has waited for this."""
 
     def apply(self) -> None:
         """Put what landed into the live parameters, or check that it is there whole if it was received in place.

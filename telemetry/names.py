@@ -76,6 +76,7 @@ REQUESTS_HELD: Final = "rl.requests.held"
 REQUESTS_RELEASED: Final = "rl.requests.released"
 FINALIZE_CACHE: Final = "rl.finalize.cache"
 FINALIZE_COPIED: Final = "rl.finalize.copied"
+FINALIZE_STRAIGHT: Final = "rl.finalize.straight"
 FINALIZE_RELOADED: Final = "rl.finalize.reloaded"
 FINALIZE_WHY: Final = "rl.finalize.why_reloaded"
 SLEEP_LEVEL: Final = "rl.sleep.level"
@@ -123,8 +124,8 @@ DETAILS: Final[Mapping[str, str]] = MappingProxyType({
     "bubble": REFIT_BUBBLE, "bytes": TRANSFER_BYTES, "tensors": TRANSFER_TENSORS, "buckets": TRANSFER_BUCKETS,
     "receivers": TRANSFER_RECEIVERS, "direction": TRANSFER_DIRECTION,
     "flights": REQUESTS_IN_FLIGHT, "live": REQUESTS_LIVE, "held": REQUESTS_HELD, "released": REQUESTS_RELEASED,
-    "cache": FINALIZE_CACHE, "copied": FINALIZE_COPIED, "reloaded": FINALIZE_RELOADED, "why_reloaded": FINALIZE_WHY,
-    "level": SLEEP_LEVEL,
+    "cache": FINALIZE_CACHE, "copied": FINALIZE_COPIED, "straight": FINALIZE_STRAIGHT,
+    "reloaded": FINALIZE_RELOADED, "why_reloaded": FINALIZE_WHY, "level": SLEEP_LEVEL,
     "request_id": REQUEST_ID, "holds": REQUEST_HOLDS, "segments": REQUEST_SEGMENTS,
     "version_first": FIRST_VERSION, "version_last": LAST_VERSION,
     "adapter": ADAPTER, "adapter_version": ADAPTER_VERSION,
@@ -142,8 +143,8 @@ UNWRITTEN: Final = frozenset({"first_token_at", "seconds"})
 
 BELONGS: Final[Mapping[str, str]] = MappingProxyType({
     TRANSFER_BYTES: RECEIVE_WEIGHTS, TRANSFER_TENSORS: RECEIVE_WEIGHTS, REQUESTS_LIVE: SUSPEND,
-    REQUESTS_RELEASED: RESUME, FINALIZE_CACHE: FINALIZE, FINALIZE_COPIED: FINALIZE, FINALIZE_RELOADED: FINALIZE,
-    FINALIZE_WHY: FINALIZE,
+    REQUESTS_RELEASED: RESUME, FINALIZE_CACHE: FINALIZE, FINALIZE_COPIED: FINALIZE, FINALIZE_STRAIGHT: FINALIZE,
+    FINALIZE_RELOADED: FINALIZE, FINALIZE_WHY: FINALIZE,
 })  # fmt: skip
 """Of a replica's phases, the one that an attribute is about. On the others it would be counted again."""
 

@@ -10,7 +10,7 @@ on the caller's stream when it was allocated, and what `drain` returns is whole 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import prod
@@ -135,8 +135,9 @@ class Pourer:
 class Drainer:
     """The receiver's end, for one version. Used from one thread.
 
-    Staged, a version lies in one buffer (`buckets.place`); one of an earlier refit may be passed in. In place, each
-    tensor has memory of its own, which is allocated at its first part and is the caller's from `tensors` on.
+    Staged, a version lies in one buffer (`buckets.place`); one of an earlier refit may be passed in. In place, `live`
+    names memory that tensors go straight into (contiguous, of their dtype, on the ring's device). Each other one has
+    memory of its own, which is allocated at its first part and is the caller's from `tensors` on.
     Memory of torch's: whoever reads it on another stream than it was made on, and drops it, uses `record_stream`.
 
     Raises:
@@ -145,11 +146,11 @@ class Drainer:
 
     def __init__(
         self, ring: RingMemory, specs: Sequence[TensorSpec], slots: int, slot_nbytes: int, *,
-        in_place: bool = False, buffer: Tensor | None = None,
+        live: Mapping[str, Tensor] | None = None, buffer: Tensor | None = None,
     ) -> None:  # fmt: skip
         _suits(ring, slots, slot_nbytes)
         _stuck[:] = [(fence, drainer) for fence, drainer in _stuck if not fence.query()]
-        self._ring, self._specs, self._in_place = ring, specs, in_place
+        self._ring, self._specs, self._in_place = ring, specs, live is not None
         buckets = cut(specs, slot_nbytes)
         self.buckets: Final = len(buckets)
         self._rows = [[part.row for part in bucket] for bucket in buckets]
@@ -158,7 +159,12 @@ class Drainer:
         self._begun: set[int] = set()
         self._addresses = np.zeros(len(specs), np.int64)
         self.buffer: Tensor | None = None
-        if not in_place:
+        if live is not None:
+            for row, spec in enumerate(specs):
+                if spec.name in live:
+                    self._begun.add(row)
+                    self._fresh[row], self._addresses[row] = live[spec.name], live[spec.name].data_ptr()
+        else:
             placed, total = place(specs)
             self.buffer = _buffer(ring.device, total) if buffer is None else buffer
             if self.buffer.nbytes < total or self.buffer.device != ring.device:
@@ -282,7 +288,10 @@ class Side:
         if not _passed(fence, seconds):
             # What the GPU may still write to must not become somebody else's.
             _stuck.append((fence, owner))
-            raise DeadlineExceeded(f"buckets were not read from the ring within {seconds:g} s", phase="receive")
+            raise DeadlineExceeded(
+                f"buckets were not read from the ring within {seconds:g} s",
+                phase="receive", peer="device", seconds=seconds,
+            )  # fmt: skip
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from pitstop.engine.errors import DigestMismatch, ProtocolViolation, names
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from pitstop.transports.segment import Mapping
+    from pitstop.transports import segment
+
+    Places = Mapping[str, Tensor]
 
 
 class Drainer(Protocol):
@@ -50,10 +52,11 @@ class HostDrainer:
     """Implements `Drainer` in host memory.
 
     Staged, all tensors lie in one piece of memory that the process keeps for the next refit, since memory that is
-    touched for the first time takes several times longer. In place, each has memory of its own.
+    touched for the first time takes several times longer. In place, each has memory of its own, or its place in
+    `live` memory (by name: `WeightSink.places`).
     """
 
-    def __init__(self, ticket: Ticket, mapping: Mapping) -> None:
+    def __init__(self, ticket: Ticket, mapping: segment.Mapping, live: Places) -> None:
         import numpy as np
 
         self._specs: Final = [placed.spec for placed in ticket.tensors]
@@ -67,6 +70,7 @@ class HostDrainer:
         self._spare: Tensor | None = None
         if ticket.in_place:
             spare.drop()  # who asks for no spare copy has none, that of an earlier refit included
+            self._tensors |= {row: live[spec.name] for row, spec in enumerate(self._specs) if spec.name in live}
         else:
             spare.claim(ticket)
             self._spare = spare.take(place(self._specs)[1])

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pitstop.transports.cuda_ring import RingMemory
+    from pitstop.transports.draining import Places
 
 _STEP_S: Final = 0.01
 _COPIED_S: Final = 30.0
@@ -30,9 +31,9 @@ _SHARE: Final = 3  # of the time to receive in, the part that may go by in waits
 
 
 class DeviceDrainer:
-    """Implements `Drainer` into memory of the GPU itself."""
+    """Implements `Drainer` into memory of the GPU itself: spare, or `live` (`WeightSink.places`)."""
 
-    def __init__(self, ticket: Ticket, ring: RingMemory) -> None:
+    def __init__(self, ticket: Ticket, ring: RingMemory, live: Places) -> None:
         import torch
 
         from pitstop.transports.cuda_ring import Drainer as CudaDrainer
@@ -43,7 +44,8 @@ class DeviceDrainer:
             spare.claim(ticket)
         try:
             spare.drop()
-            self._drainer = CudaDrainer(ring, specs, ticket.slots, ticket.slot_nbytes, in_place=ticket.in_place)
+            places = None if self._staged else live
+            self._drainer = CudaDrainer(ring, specs, ticket.slots, ticket.slot_nbytes, live=places)
         except BaseException as error:
             spare.free(ticket)
             if not isinstance(error, torch.OutOfMemoryError):
@@ -180,12 +182,12 @@ class LockedDrainer:
         return memory.nbytes
 
 
-def lent_drainer(ticket: Ticket, handle: bytes, nbytes: int) -> Drainer:
-    """Return what drains the ring that a trainer lends, into where the ticket says."""
+def lent_drainer(ticket: Ticket, handle: bytes, nbytes: int, live: Places) -> Drainer:
+    """Return what drains the ring that a trainer lends, into where the ticket says, or into `live` memory."""
     from pitstop.transports import cuda_memory
 
     ring = cuda_memory.borrow(ticket.address, cuda_memory.device_of(ticket.device), handle, nbytes)
-    return LockedDrainer(ticket, ring) if ticket.staging == "host" else DeviceDrainer(ticket, ring)
+    return LockedDrainer(ticket, ring) if ticket.staging == "host" else DeviceDrainer(ticket, ring, live)
 
 
 def prepare_device(device: str) -> None:

@@ -99,7 +99,7 @@ async def checkpoint_sending(
     except TimeoutError:
         opened.add_done_callback(_unwanted)
         raise DeadlineExceeded(
-            f"{os.fspath(path)} could not be opened within {seconds:g} s", phase="open", seconds=seconds
+            f"{os.fspath(path)} could not be opened within {seconds:g} s", phase="open", peer="disk", seconds=seconds
         ) from None
     except asyncio.CancelledError:
         opened.add_done_callback(_unwanted)

@@ -113,7 +113,7 @@ class LinkedReceiver(ABC):
         if self._aborted.is_set():
             raise PeerLost("the worker was told to give this refit up", peer="worker")
         line.silence.check(line.peer)
-        limit.check("receiving", phase="receive", replica=self._ticket.replica, rank=self._ticket.rank)
+        limit.check("receiving", phase="receive", peer="trainer", replica=self._ticket.replica, rank=self._ticket.rank)
 
     def _heard(self, message: FromEngine) -> bool:
         """Take a message of this refit in; False if it may not be."""

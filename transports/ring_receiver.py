@@ -1,7 +1,7 @@
 """The receiving end of a ring in a worker process: take each bucket out, say so, prove the whole by the trailer.
 
-A slot is said to be drained when its bytes are in memory of our own, never sooner; so a receiver that sleeps between
-two reads can hold the trainer up, but never sees what belongs to another bucket.
+A slot is said to be drained when its bytes are in memory of the engine's, never sooner; so a receiver that sleeps
+between two reads can hold the trainer up, but never sees what belongs to another bucket.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from pitstop.engine.errors import DigestMismatch
 from pitstop.engine.worker_ports import Bucket, Ticket, WeightSink
@@ -24,7 +24,13 @@ from pitstop.transports.receiver import LinkedReceiver
 from pitstop.transports.segment import Kept
 from pitstop.transports.zmq_link import Line
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
 _AHEAD: Final = 2  # groups of tensors that wait for the sink while the next one is taken out
+_SOON_S: Final = 0.005
 
 _kept = Kept("read")
 
@@ -50,7 +56,7 @@ class RingReceiver(LinkedReceiver):
     def _receive(self, line: Line, sink: WeightSink) -> None:
         loading = _Loading(sink, line.wake) if self._ticket.in_place else None
         try:
-            drainer = self._drain(line, loading)
+            drainer = self._drain(line, sink, loading)
         except Exception as error:
             if isinstance(error, DigestMismatch):
                 # A page that somebody in this process wrote to would show what it shows now for ever.
@@ -65,24 +71,29 @@ class RingReceiver(LinkedReceiver):
             self._holds = True
             sink.landed(Bucket(self._ticket.refit_id, drainer.complete()))
 
-    def _drain(self, line: Line, loading: _Loading | None) -> Drainer:
+    def _drain(self, line: Line, sink: WeightSink, loading: _Loading | None) -> Drainer:
         ticket = self._ticket
         limit = Limit(ticket.receive_s)
+        live: dict[str, Tensor] = {}
+        if ticket.in_place:
+            # Aside: where there are thousands, each is a view that has to be made.
+            live = self._meanwhile(line, limit, lambda: _places(ticket, sink))
         if ticket.device:
             line.send(Report(ticket.refit_id, "attached"))
             while (lend := self._lend) is None:
                 self._listen(line, limit, BEAT_S)
             handle, nbytes = lend.handle, lend.nbytes
-            drainer = self._made(line, limit, lambda: lent_drainer(ticket, handle, nbytes))
+            drainer = self._made(line, limit, lambda: lent_drainer(ticket, handle, nbytes, live))
         else:
             mapping = _kept.take(ticket.address, ticket.buffer, ticket.nbytes)
-            drainer = self._made(line, limit, lambda: HostDrainer(ticket, mapping))
+            drainer = self._made(line, limit, lambda: HostDrainer(ticket, mapping, live))
             line.send(Report(ticket.refit_id, "attached"))
         done = 0
         while done < drainer.buckets:
             while self._filled <= done:
                 self._listen(line, limit, BEAT_S)
-            with contextlib.closing(drainer.drain(done, self._filled)) as steps:
+            mine = self._writing(line, limit, sink) if live else contextlib.nullcontext()
+            with mine, contextlib.closing(drainer.drain(done, self._filled)) as steps:
                 for after in steps:
                     if after > done:
                         line.send(Drained(ticket.refit_id, after))
@@ -98,18 +109,33 @@ class RingReceiver(LinkedReceiver):
         self._listen(line, limit, 0.0)
         return drainer
 
+    @contextlib.contextmanager
+    def _writing(self, line: Line, limit: Limit, sink: WeightSink) -> Iterator[None]:
+        while not sink.hold():
+            self._listen(line, limit, _SOON_S)
+        try:
+            yield
+        finally:
+            sink.let_go()
+
     def _made(self, line: Line, limit: Limit, make: Callable[[], Drainer]) -> Drainer:
         # Aside: where memory has to be made ready, or kernels are compiled only now, that takes longer than the engine
         # bears silence.
-        making = aside(make, line.wake)
+        self._drainer = drainer = self._meanwhile(line, limit, make, _unwanted)
+        return drainer
+
+    def _meanwhile(
+        self, line: Line, limit: Limit, do: Callable[[], T], unwanted: Callable[[Future[T]], None] | None = None
+    ) -> T:
+        doing = aside(do, line.wake)
         try:
-            while not making.done():
+            while not doing.done():
                 self._listen(line, limit, BEAT_S)
         except BaseException:
-            making.add_done_callback(_unwanted)
+            if unwanted is not None:
+                doing.add_done_callback(unwanted)
             raise
-        self._drainer = drainer = making.result()
-        return drainer
+        return doing.result()
 
     def _heard(self, message: FromEngine) -> bool:
         if isinstance(message, Filled):
@@ -119,6 +145,18 @@ class RingReceiver(LinkedReceiver):
             fresh, self._lend = self._lend is None, message
             return fresh and bool(self._ticket.device)
         return super()._heard(message)
+
+
+def _places(ticket: Ticket, sink: WeightSink) -> dict[str, Tensor]:
+    """Return the live memory that this ring can be drained into: who copies reaches only his own kind."""
+    import torch
+
+    here = torch.device("cpu")
+    if ticket.device:
+        from pitstop.transports.cuda_memory import device_of
+
+        here = device_of(ticket.device)
+    return {name: place for name, place in sink.places().items() if place.device == here}
 
 
 def _unwanted(making: Future[Drainer]) -> None:

@@ -9,13 +9,16 @@ import time
 import unittest
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pitstop.engine.contract.checks import Contract, Ends, holds, soon
 from pitstop.engine.errors import PeerLost, RemoteError
 from pitstop.engine.ports import Sending, Transport
 from pitstop.engine.refit import route
 from pitstop.engine.worker_ports import Bucket, Inventory, Manifest, Receiver, Ticket, Trailer, WorkerLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _OVER = 3.0
 """Seconds that a loss may be reported after its limit."""
@@ -291,6 +294,17 @@ class _Keeping:
 
     def landed(self, bucket: Bucket) -> None:
         self._buckets.append(bucket)
+
+    def places(self) -> Mapping[str, Tensor]:
+        """Return none."""
+        return {}
+
+    def hold(self) -> bool:
+        """Do nothing."""
+        return True
+
+    def let_go(self) -> None:
+        """Do nothing."""
 
     def apply(self) -> None:
         """Do nothing."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -191,6 +192,21 @@ class Together:
         self._copies: list[tuple[TensorSpec, Tensor]] = []
         self._ready: tuple[Tensors, list[tuple[Loading, Tensors]]] | None = None
 
+    def places(self, tensors: Sequence[TensorSpec]) -> dict[str, Tensor]:
+        """See `Loading.places`. What goes into both models has two places, and so none; nor has a copy to compare."""
+        places, goes = dict[str, Any](), Counter[str]()
+        for model, name_of in self._routes():
+            own = {name: spec for spec in tensors if (name := name_of(spec.name)) is not None}
+            goes.update(spec.name for spec in own.values())
+            found = model.places([replace(spec, name=name) for name, spec in own.items()])
+            places |= {own[name].name: place for name, place in found.items()}
+        return {n: place for n, place in places.items() if goes[n] == 1 and self._router.borrowed(n) is None}
+
+    def _routes(self) -> Iterator[tuple[Loading, Callable[[str], str | None]]]:
+        for model, name_of in ((self._target, self._router.target), (self._drafter, self._router.drafter)):
+            if model is not None:
+                yield model, name_of
+
     def ready(self, tensors: Tensors) -> None:
         """See `Loading.ready`."""
         self._ready = tensors, self._parted(tensors)
@@ -219,10 +235,9 @@ class Together:
 
     def _parted(self, tensors: Tensors) -> list[tuple[Loading, Tensors]]:
         parts: list[tuple[Loading, Tensors]] = []
-        for model, name_of in ((self._target, self._router.target), (self._drafter, self._router.drafter)):
-            if model is not None:
-                named = ((name_of(spec.name), spec, tensor) for spec, tensor in tensors)
-                parts.append((model, [(replace(spec, name=n), tensor) for n, spec, tensor in named if n is not None]))
+        for model, name_of in self._routes():
+            named = ((name_of(spec.name), spec, tensor) for spec, tensor in tensors)
+            parts.append((model, [(replace(spec, name=n), tensor) for n, spec, tensor in named if n is not None]))
         return parts
 
     def complete(self) -> None:
@@ -252,7 +267,8 @@ class Together:
         """See `Loading.ways`. A tensor that goes into both models counts twice."""
         found = [model.ways() for model in self._models]
         why = next((ways.why for ways in found if ways.why), "")
-        return Ways(sum(ways.copied for ways in found), sum(ways.reloaded for ways in found), why)
+        copied, reloaded = sum(ways.copied for ways in found), sum(ways.reloaded for ways in found)
+        return Ways(copied, reloaded, why, sum(ways.straight for ways in found))
 
     def undo(self) -> None:
         """See `Loading.undo`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,6 +46,16 @@ class View:
         """Return this view of a tensor that starts where the memory does."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
+    @property
+    def dense(self) -> bool:
+        """Whether its elements lie one behind the other, in order."""
+        step = 1
+        for size, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
+            if size > 1 and stride != step:
+                return False
+            step *= size
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class Move:
@@ -54,6 +65,11 @@ class Move:
     source: View
     parameter: str
     target: View
+
+    def whole(self, shape: tuple[int, ...]) -> bool:
+        """Whether it takes all of a tensor of this shape, in order, to one piece of memory."""
+        source = self.source
+        return not source.offset and prod(source.size) == prod(shape) and source.dense and self.target.dense
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,12 @@ class Loading(Protocol):
     def forget(self) -> None:
         """Drop what `ready` has made."""
 
+    def places(self, tensors: Sequence[TensorSpec]) -> dict[str, Tensor]:
+        """Return the live memory of those that may be written straight into it, by name. Nothing live changes.
+
+        A tensor that lies there already when it is fed is where it should be.
+        """
+
     def begin(self) -> None:
         """Open the model."""
 

@@ -103,6 +103,10 @@ class Proving:
         self._noted.clear()
         self.reload.begin()
 
+    def places(self, tensors: Sequence[TensorSpec]) -> dict[str, Tensor]:
+        """Return none: what proves a plan must not come by it."""
+        return self.reload.places(tensors)
+
     def ready(self, tensors: Tensors) -> None:
         """Do nothing: vLLM has nothing that could be made ready."""
 
@@ -189,7 +193,10 @@ def _current(device: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What one `feed` does. `moved` is where the live parameters were taken to be: see `Live.moved`."""
+    """What one `feed` does. `moved` is where the live parameters were taken to be: see `Live.moved`.
+
+    `straight` tensors lie at their places already.
+    """
 
     tensors: Tensors
     names: frozenset[str]
@@ -197,6 +204,7 @@ class _Batch:
     sources: list[Tensor]
     rest: list[tuple[TensorSpec, Tensor]]
     moved: int
+    straight: int
 
 
 @dataclass(slots=True)
@@ -210,6 +218,8 @@ class Planned:
     _ready: _Batch | None = None
     _fed: set[str] = field(default_factory=set)
     _strange: list[str] = field(default_factory=list)
+    _straight: int = 0
+    _placed: bool = False
 
     def begin(self) -> None:
         """Open what vLLM has to load; live bytes may change from here on."""
@@ -218,10 +228,27 @@ class Planned:
         self.live.refresh()
         self._fed.clear()
         self._strange.clear()
+        self._straight = 0
+        if self._placed and self.device.type != "cpu":
+            # They are written to on a stream that does not wait for what the model's still reads.
+            torch.get_device_module(self.device).synchronize(self.device)
         if self.reload is not None:
             self.reload.begin()
         with torch.no_grad(), _current(self.device):
             self.live.fill(self.plan.fills)
+
+    def places(self, tensors: Sequence[TensorSpec]) -> dict[str, Tensor]:
+        """Return the places of tensors that are copied whole, as they are, into one piece of memory."""
+        self._placed = True
+        self.live.refresh()
+        found = {}
+        for spec in tensors:
+            moves = self.plan.moves.get(spec.name, ())
+            if len(moves) == 1 and moves[0].whole(spec.shape):
+                (place,) = self.live.views(spec.name, moves)
+                if str(place.dtype) == f"torch.{spec.dtype}":
+                    found[spec.name] = place.view(spec.shape)
+        return found
 
     def ready(self, tensors: Tensors) -> None:
         """Pair parts of staged tensors with their places, while the replica still serves: that takes as long as the
@@ -234,16 +261,20 @@ class Planned:
         self._ready = None
 
     def _batch(self, tensors: Tensors) -> _Batch:
-        targets, sources, rest, fed = list[Any](), list[Any](), [], set()
+        targets, sources, rest, fed, straight = list[Any](), list[Any](), [], set(), 0
         for spec, tensor in tensors:
             moves = self.plan.moves.get(spec.name)
             if moves is None:
                 rest.append((spec, tensor))
                 continue
             fed.add(spec.name)
-            targets += self.live.views(spec.name, moves)
+            views = self.live.views(spec.name, moves)
+            if len(views) == 1 and views[0].data_ptr() == tensor.data_ptr() and tensor.numel():
+                straight += 1
+                continue
+            targets += views
             sources += [move.source.of(tensor) for move in moves]
-        return _Batch(tensors, frozenset(fed), targets, sources, rest, self.live.moved)
+        return _Batch(tensors, frozenset(fed), targets, sources, rest, self.live.moved, straight)
 
     def feed(self, tensors: Tensors) -> None:
         """Copy what the plan knows, in one batch, and have vLLM load the rest."""
@@ -259,6 +290,7 @@ class Planned:
                 # Whoever gave the tensors may write over them when this returns.
                 torch.get_device_module(self.device).current_stream().synchronize()
         self._fed |= batch.names
+        self._straight += batch.straight
         if batch.rest and self.reload is not None:
             self.reload.feed(batch.rest)
         elif batch.rest:
@@ -290,4 +322,4 @@ class Planned:
     def ways(self) -> Ways:
         """Say how the tensors were loaded."""
         reloaded = 0 if self.reload is None else self.reload.ways().reloaded
-        return Ways(len(self._fed), reloaded, next(iter(self.plan.reloaded.values()), ""))
+        return Ways(len(self._fed), reloaded, next(iter(self.plan.reloaded.values()), ""), self._straight)

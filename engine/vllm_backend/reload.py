@@ -75,6 +75,10 @@ class Reload:
     def forget(self) -> None:
         """Do nothing: nothing was made ready."""
 
+    def places(self, _: Sequence[TensorSpec]) -> dict[str, Tensor]:
+        """Return none: vLLM's loaders have their own ways to the live parameters."""
+        return {}
+
     def ways(self) -> Ways:
         """Say how the tensors were loaded."""
         return Ways(0, self._fed, self.why)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pitstop.engine.errors import DeadlineExceeded, MissingTensors, ProtocolViolation, names
+from pitstop.engine.errors import DeadlineExceeded, MissingTensors, PeerLost, ProtocolViolation, names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -77,10 +78,48 @@ class LoadingSink:
         if strange:
             raise ProtocolViolation(f"{len(strange)} tensors landed twice or uncalled for: {names(strange)}")
 
-    def _load(self, tensors: Tensors) -> None:
+    def places(self) -> Mapping[str, Tensor]:
+        """See `WeightSink.places`. Of two tied tensors that both come the second is dropped: they have no place."""
+        if not self._ticket.in_place:
+            return {}
+        named = [(placed.spec, self._tied.get(placed.spec.name, placed.spec.name)) for placed in self._ticket.tensors]
+        comes = Counter(name for _, name in named)
+        own = {name: spec for spec, name in named if comes[name] == 1}
+        with self._held():
+            found = self._loading.places([replace(spec, name=name) for name, spec in own.items()])
+        return {own[name].name: place for name, place in found.items()}
+
+    def hold(self) -> bool:
+        """See `WeightSink.hold`."""
+        if not self._busy.acquire(blocking=False):
+            return False
+        if self._stopped:
+            self._busy.release()
+            raise PeerLost(f"refit {self._ticket.refit_id} was given up here", peer="worker")
+        try:
+            self._open()
+        except BaseException:
+            self._stopped = True
+            self.let_go()
+            raise
+        return True
+
+    def let_go(self) -> None:
+        """See `WeightSink.let_go`."""
+        try:
+            if self._stopped:
+                # As in `landed`: who gave the refit up may not have waited.
+                self._close()
+        finally:
+            self._busy.release()
+
+    def _open(self) -> None:
         if not self.touched:
             self.touched = True
             self._loading.begin()
+
+    def _load(self, tensors: Tensors) -> None:
+        self._open()
         self._loading.feed(tensors)
 
     def _untied(self, tensors: Tensors) -> Tensors:

@@ -56,6 +56,7 @@ async def test_planned_versions_equal_a_fresh_engine_in_any_order_and_any_bucket
                 Random(version).shuffle(named)
                 ways = await told(engine, named, version, mode=mode)
                 assert (ways.copied, ways.reloaded, ways.why) == (len(named), 0, "")
+                assert ways.straight == (len(named) if mode == "in_place" else 0)
                 assert await engine.fingerprints() == tensors
                 assert await greedy(engine) == tokens
 

@@ -40,6 +40,21 @@ async def test_recover_brings_dead_and_quarantined_replicas_back_without_the_tra
         assert await engine.recover() is None
 
 
+async def test_what_fails_the_trainer_names_each_replica_that_it_fails() -> None:
+    async with fleet(2) as engine:
+        script = Script()
+        script.plan("send", "raise")
+        handle = engine.refit_to(1, script=script)
+        with pytest.raises(RemoteError) as caught:
+            await handle
+        assert "replica" not in caught.value.fields
+        assert handle.report is not None
+        for name, part in handle.report.replicas.items():
+            assert part.error is not None
+            assert part.error.fields["replica"] == name
+            assert (part.error.slug, part.error.message) == (caught.value.slug, caught.value.message)
+
+
 async def test_recover_says_what_to_do_when_the_version_is_gone() -> None:
     async with fleet(2) as engine:
         engine.sims[0].die()

@@ -402,7 +402,7 @@ def receive(
     found: dict[str, Any] = {}
     peer.pipe.send("go")
     began = time.perf_counter()
-    drainer = Drainer(ring, specs, slots, slot, in_place=in_place, buffer=buffer)
+    drainer = Drainer(ring, specs, slots, slot, live={} if in_place else None, buffer=buffer)
     begun = time.perf_counter() - began
     drained = reads = 0
     in_drain = 0.0

@@ -22,13 +22,33 @@ _server.set_forkserver_preload(["torch", "pitstop.transports.digest_kernels", "p
 
 
 class Sink:
-    """Takes what lands and says what it was."""
+    """Takes what lands and says what it was. `live` is where it may be put."""
 
     def __init__(self) -> None:
         self.bucket: Bucket | None = None
         self.groups = 0
+        self.live: dict[str, Any] = {}
+        self.held = 0
+        self.refuses = 0
+        self._busy = threading.Lock()
+
+    def places(self) -> dict[str, Any]:
+        return self.live
+
+    def hold(self) -> bool:
+        if self.refuses:
+            self.refuses -= 1
+            return False
+        assert self._busy.acquire(blocking=False)
+        self.held += 1
+        return True
+
+    def let_go(self) -> None:
+        self._busy.release()
 
     def landed(self, bucket: Bucket) -> None:
+        for spec, tensor in bucket.tensors:
+            assert spec.name not in self.live or tensor.data_ptr() == self.live[spec.name].data_ptr()
         before = () if self.bucket is None else self.bucket.tensors
         self.bucket = Bucket(bucket.refit_id, [*before, *bucket.tensors])
         self.groups += 1

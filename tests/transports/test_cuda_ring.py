@@ -90,7 +90,7 @@ def test_what_is_poured_is_drained_and_proven(in_place: bool, at_once: int) -> N
     for seed in range(2):
         tensors = version(seed)
         pouring = pourer(ring, tensors)
-        draining = Drainer(ring, specs(tensors), SLOTS, SLOT, in_place=in_place, buffer=buffer)
+        draining = Drainer(ring, specs(tensors), SLOTS, SLOT, live={} if in_place else None, buffer=buffer)
         buffer = draining.buffer
         found: dict[str, Tensor] = {}
         for rows in travel(pouring, draining, at_once):
@@ -106,11 +106,34 @@ def test_what_is_poured_is_drained_and_proven(in_place: bool, at_once: int) -> N
 
 def test_in_place_every_tensor_has_memory_of_its_own_and_the_drainer_lets_go_of_it() -> None:
     ring, tensors = Memory(), version(0)
-    draining = Drainer(ring, specs(tensors), SLOTS, SLOT, in_place=True)
+    draining = Drainer(ring, specs(tensors), SLOTS, SLOT, live={})
     kept = [t for rows in travel(pourer(ring, tensors), draining) for _, t in draining.tensors(rows)]
     assert draining.buffer is None
     assert len({t.untyped_storage().data_ptr() for t in kept if t.numel()}) == sum(t.numel() > 0 for t in kept)
     assert draining._fresh == {}
+
+
+def test_in_place_what_has_a_place_is_written_there_and_what_lies_around_it_stays() -> None:
+    ring, tensors = Memory(), version(1)
+    home, live, end = torch.full((1 << 18,), 0xA5, dtype=torch.uint8), dict[str, Tensor](), 0
+    for number, (spec, tensor) in enumerate(zip(specs(tensors), wanted(tensors), strict=True)):
+        if number % 3:
+            # As slices of larger parameters: now at a multiple of 16, now only at one of their own width.
+            begin = -(-(end + 40) // 16) * 16 + number % 2 * tensor.itemsize
+            end = begin + spec.nbytes
+            live[spec.name] = home[begin:end].view(tensor.dtype).view(tensor.shape)
+    draining = Drainer(ring, specs(tensors), SLOTS, SLOT, live=live)
+    pouring = pourer(ring, tensors)
+    found = {spec.name: t for rows in travel(pouring, draining, SLOTS) for spec, t in draining.tensors(rows)}
+    assert pouring.digests().tolist() == draining.digests().tolist() == proofs(tensors)
+    for name, tensor in zip(tensors, wanted(tensors), strict=True):
+        assert raw(found[name]) == raw(tensor), name
+        assert name not in live or found[name].data_ptr() == live[name].data_ptr()
+    outside = torch.ones_like(home, dtype=torch.bool)
+    for place in live.values():
+        low = place.data_ptr() - home.data_ptr()
+        outside[low : low + place.nbytes] = False
+    assert bool((home[outside] == 0xA5).all())
 
 
 def test_staged_rows_may_be_asked_for_at_the_end_and_keep_the_buffer() -> None:

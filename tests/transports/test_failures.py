@@ -21,6 +21,8 @@ from tests.transports.weights import slow, weights
 
 SLACK = 4.0
 """What a busy machine may take on top of a limit."""
+SILENCE = 2.5
+"""Seconds that anybody may say nothing: in them a healthy peer on a busy machine beats."""
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -28,7 +30,7 @@ async def test_a_trainer_that_dies_or_freezes_while_sending_is_lost_in_time(
     tmp_path: Path, how: signal.Signals
 ) -> None:
     async with rig(tmp_path) as engine:
-        engine.limits = (30.0, 1.0)
+        engine.limits = (30.0, SILENCE)
         worker = Worker()
         with child(crawl, engine.link.address, {}) as trainer:
             sending = await engine.offer()
@@ -40,7 +42,7 @@ async def test_a_trainer_that_dies_or_freezes_while_sending_is_lost_in_time(
             took = time.monotonic() - began
             assert isinstance(report.error, PeerLost)
             assert str(trainer.pid) in str(report.error)
-            assert took < 1.0 + SLACK
+            assert took < SILENCE + SLACK
             # A frozen trainer may write again one day; a dead one cannot.
             assert (sending.offer.refit_id in WRITING) is (how is signal.SIGSTOP)
             # The engine lives on: the next refit works, and a frozen trainer keeps its segment to itself.
@@ -87,7 +89,7 @@ async def test_a_receiver_that_dies_or_freezes_is_reported_and_the_others_land(
     tmp_path: Path, how: signal.Signals
 ) -> None:
     async with rig(tmp_path) as engine:
-        engine.limits = (30.0, 1.0)
+        engine.limits = (30.0, SILENCE)
         publisher = await asyncio.to_thread(lambda: Publisher.connect(engine.link.address))
         well = Worker()
         with child(work) as struck:
@@ -101,7 +103,7 @@ async def test_a_receiver_that_dies_or_freezes_is_reported_and_the_others_land(
             os.kill(struck.pid, how)
             began = time.monotonic()
             lost = await engine.ended(sending.offer.refit_id, 1)
-            assert time.monotonic() - began < 1.0 + SLACK
+            assert time.monotonic() - began < SILENCE + SLACK
             assert (lost[0].kind, lost[0].rank) == ("failed", 0)
             assert lost[0].error is not None
             error = from_record(lost[0].error)
@@ -109,7 +111,7 @@ async def test_a_receiver_that_dies_or_freezes_is_reported_and_the_others_land(
             assert error.fields["replica"] == "r0"
             await engine.transport.seal(trailer)
             (landed,) = await engine.ended(sending.offer.refit_id, 1)
-            assert (landed.kind, landed.rank) == ("landed", 1)
+            assert (landed.kind, landed.rank) == ("landed", 1), landed.error
             await asyncio.to_thread(well.release)
             await engine.transport.release(sending.offer.refit_id)
             # The dead have let go; the frozen may look again.
@@ -193,13 +195,13 @@ def serve(connection: Connection, folder: str) -> None:
 def test_an_engine_that_dies_or_freezes_is_lost_in_time(tmp_path: Path, how: signal.Signals) -> None:
     with child(serve, str(tmp_path)) as engine:
         with Publisher.connect(engine.answer()) as publisher:
-            handle = publisher.publish(slow(lambda: None), weight_version=1, deadlines={"silence": 1.0})
+            handle = publisher.publish(slow(lambda: None), weight_version=1, deadlines={"silence": SILENCE})
             assert engine.answer() == "sending"
             os.kill(engine.pid, how)
             began = time.monotonic()
             with pytest.raises(PeerLost):
                 handle.result(20)
-            assert time.monotonic() - began < 1.0 + SLACK
+            assert time.monotonic() - began < SILENCE + SLACK
             assert handle.sent.is_set()
             began = time.monotonic()
-        assert time.monotonic() - began < 1.0 + SLACK
+        assert time.monotonic() - began < SILENCE + SLACK

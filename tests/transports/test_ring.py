@@ -62,6 +62,25 @@ async def test_a_version_goes_through_a_ring_bit_for_bit_over_and_over(
     assert len(set(engine.buffers)) == 1
 
 
+async def test_in_place_tensors_that_have_a_place_are_received_right_there(tmp_path: Path) -> None:
+    import torch
+
+    for buckets in RINGS:
+        (tmp_path / str(buckets)).mkdir()
+        async with rig(tmp_path / str(buckets), buffers=ring(RINGS[buckets]), mode="in_place") as engine:
+            first, second = Worker(), Worker()
+            first.sink.live = {n: torch.empty_like(t) for k, (n, t) in enumerate(weights(1).items()) if k % 3}
+            first.sink.refuses = 2  # somebody else has them: it is waited for
+            for version in (1, 2):
+                sending = memory_sending(weights(version).items(), weight_version=version)
+                assert (await engine.refit(sending, [first, second], release=False)).error is None
+                for worker in (first, second):
+                    assert await asyncio.to_thread(worker.content) == expected(version)
+                assert {n: sha(t) for n, t in first.sink.live.items()}.items() <= expected(version).items()
+                await engine.release(sending, [first, second])
+            assert (first.sink.held >= 2, second.sink.held) == (True, 0)
+
+
 async def test_b05_tensors_around_the_size_of_a_bucket_and_far_above_it_all_arrive(tmp_path: Path) -> None:
     import torch
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pitstop.engine.errors import DeadlineExceeded, MissingTensors, ProtocolViolation
+from pitstop.engine.errors import DeadlineExceeded, MissingTensors, PeerLost, ProtocolViolation
 from pitstop.engine.vllm_backend.sink import LoadingSink
 from pitstop.engine.worker_ports import Bucket, Placed, TensorSpec, Ticket, Ways
 
@@ -42,6 +42,9 @@ class Slow:
 
     def ways(self) -> Ways:
         return Ways()
+
+    def places(self, tensors: Any) -> dict[str, Any]:
+        return {spec.name: spec.name.upper() for spec in tensors}
 
     def begin(self) -> None:
         self._do("begin")
@@ -167,3 +170,50 @@ def test_a_group_that_fails_closes_the_model_and_ends_the_refit() -> None:
     made.landed(bucket(B))
     with pytest.raises(ProtocolViolation, match="given up"):
         made.apply()
+
+
+def test_only_what_comes_in_place_and_alone_has_a_place() -> None:
+    made = sink(Slow(), threading.Lock(), A, B)
+    assert made.places() == {"a": "A", "b": "B"}
+    # Of two tied tensors one is loaded, whichever comes first; one alone has the other's place.
+    assert sink(Slow(), threading.Lock(), A, B, HEAD).places() == {"b": "B"}
+    assert sink(Slow(), threading.Lock(), B, HEAD).places() == {"b": "B", "head": "A"}
+    assert sink(Slow(), threading.Lock(), A, in_place=False).places() == {}
+    assert not made.touched
+
+
+def test_who_holds_the_live_parameters_has_opened_them_and_has_them_alone() -> None:
+    reload, busy = Slow(), threading.Lock()
+    made = sink(reload, busy, A, B)
+    with busy:
+        assert not made.hold()
+    assert not made.touched
+    for _ in range(2):
+        assert made.hold()
+        assert not sink(reload, busy, B).hold()
+        made.let_go()
+    assert (made.touched, reload.did) == (True, ["begin"])
+
+
+@pytest.mark.parametrize("verb", ["undo", "release"])
+def test_what_is_given_up_while_it_is_written_to_is_undone_by_the_writer_who_writes_no_more(verb: str) -> None:
+    reload = Slow()
+    made = sink(reload, threading.Lock(), A, B)
+    assert made.hold()
+    with pytest.raises(DeadlineExceeded) if verb == "undo" else contextlib.nullcontext():
+        getattr(made, verb)()
+    assert reload.did == ["begin"]
+    made.let_go()
+    assert reload.did == ["begin", "undo"]
+    with pytest.raises(PeerLost, match="given up"):
+        made.hold()
+    assert reload.did == ["begin", "undo"]
+
+
+def test_a_model_that_cannot_be_opened_is_closed_and_nobody_waits_for_it() -> None:
+    reload, busy = Slow(), threading.Lock()
+    made = sink(reload, busy, A)
+    reload.begin = lambda: 1 / 0  # type: ignore[assignment,method-assign]
+    with pytest.raises(ZeroDivisionError):
+        made.hold()
+    assert (made.touched, reload.did, busy.locked()) == (True, ["undo"], False)
