@@ -3,7 +3,8 @@
     python3 tests/gpu/plan_h200.py OUT.json [--families dense,moe] [--caches auto,fp8]
 
 Every version, staged and in place, must leave parameters and buffers bit-equal to a fresh load's; from the second on
-what the plan covers must have been copied. Writes what each phase took. Needs one GPU and vLLM; no network.
+what the plan covers must have been copied, in place right where it was received. Writes what each phase took. Needs
+one GPU and vLLM; no network.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pitstop.engine import RolloutEngine
+from pitstop.engine.ports import NullObserver, Transition
 from pitstop.engine.worker_ports import WorkerOp
 from tests.gpu.ipc_h200 import Child, launch, recorded, said
 from tests.gpu.refit_h200 import checkpoint, greedy, same
@@ -82,6 +84,18 @@ async def ways(engine: RolloutEngine) -> dict[str, int]:
     return found
 
 
+class Loads(NullObserver):
+    """How the last version got into the parameters."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, Any] = {}
+
+    def transition(self, change: Transition) -> None:
+        if "copied" in change.detail:
+            keys = ("copied", "straight", "reloaded", "why_reloaded")
+            self.last = {key: change.detail[key] for key in keys}
+
+
 async def family(name: str, caches: list[str], out: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
@@ -94,7 +108,8 @@ async def family(name: str, caches: list[str], out: dict[str, Any]) -> None:
         for cache in caches:
             seen: dict[str, Any] = {}
             out[f"{name}_{cache}"] = seen
-            async with launch(t0, kv_cache_dtype=cache) as engine:
+            loads = Loads()
+            async with launch(t0, kv_cache_dtype=cache, observer=loads) as engine:
                 config = engine.replicas[0].backend._life.llm.vllm_config  # type: ignore[attr-defined]
                 seen["cudagraph_mode"] = str(config.compilation_config.cudagraph_mode)
                 assert "NONE" not in seen["cudagraph_mode"]
@@ -107,7 +122,11 @@ async def family(name: str, caches: list[str], out: dict[str, Any]) -> None:
                     assert told.get("outcome") == "committed", told
                     live, right = (await engine.fingerprints())["replica-0"], truths[which]
                     told["differ"] = [n for n in right if live.get(n) != right[n]][:5]
+                    told["loads"] = dict(loads.last)
                     seen[f"{version}_{mode}"] = told
+                    if version > 1:
+                        assert told["loads"]["copied"], told
+                        assert bool(told["loads"]["straight"]) is (mode == "in_place"), told
                     assert not told["differ"], told
                     seen["ways"] = await ways(engine)
                 seen["tokens_come_back"] = same(await greedy(engine), before)
