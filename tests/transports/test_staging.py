@@ -372,6 +372,7 @@ async def test_a_receiver_that_is_told_to_stop_while_memory_is_made_ready_leaves
 
     monkeypatch.setattr(Spare, "take", slowly)
     async with engine(tmp_path, "host") as made:
+        made.limits = (4.0, 2.0)
         worker = Worker()
         sending = memory_sending(weights(1).items(), weight_version=1)
         refit = asyncio.create_task(made.refit(sending, [worker]))

@@ -24,7 +24,7 @@ from tests.vllm.harness import Replica
 if TYPE_CHECKING:
     from torch import Tensor
 
-LONG = 60
+LONG = 30
 
 
 @pytest.fixture(scope="module", autouse=True)
