@@ -11,6 +11,7 @@ import mmap
 import random
 import socket
 import threading
+import time
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,16 +103,20 @@ class FileReceiver:
         self._say("landed")
 
     def _in_place(self, sink: WeightSink, tensors: list[tuple[TensorSpec, Tensor]]) -> None:
-        """Hand over shuffled groups. The token says how many, in which order, and after how many to stop."""
+        """Hand over shuffled groups. The token says how many, in which order, and after how many to stop.
+
+        What has a place is put there first, as a ring's receiver does it.
+        """
         count, seed, stop = (int(number) for number in self._ticket.token.split())
         random.Random(seed).shuffle(tensors)
         try:
+            live = sink.places()
             for n in range(count):
                 if n == stop:
                     self._say("half way")
                     self._aborted.wait()
                 # Private and short-lived, as a transport's are: what is allocated next may well lie at their addresses.
-                group = [(spec, tensor.clone()) for spec, tensor in tensors[n::count]]
+                group = [(spec, _put(sink, live.get(spec.name), tensor)) for spec, tensor in tensors[n::count]]
                 sink.landed(Bucket(self._ticket.refit_id, group))
         except Exception as error:  # noqa: BLE001
             self._say(f"{type(error).__name__}: {error}"[:200])
@@ -135,3 +140,16 @@ class FileReceiver:
     def _say(self, what: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.sendto(f"{self._ticket.rank} {what}".encode(), self._ticket.address)
+
+
+def _put(sink: WeightSink, place: Tensor | None, tensor: Tensor) -> Tensor:
+    if place is None:
+        return tensor.clone()
+    assert (place.shape, place.dtype, place.is_contiguous()) == (tensor.shape, tensor.dtype, True)
+    while not sink.hold():
+        time.sleep(0.001)
+    try:
+        place.copy_(tensor)
+        return place
+    finally:
+        sink.let_go()

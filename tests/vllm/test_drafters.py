@@ -171,7 +171,8 @@ async def test_versions_after_the_first_are_copied_into_both_models_and_are_exac
         ways = await live.refit(pair.tensors)
         assert ways.copied > len(pair.tensors) / 2, ways
         assert await state(live, f"staged {n}") == wanted
-        await live.refit_in_place(pair.tensors, (1, 5, 80)[n], seed=n)
+        ways = await live.refit_in_place(pair.tensors, (1, 5, 80)[n], seed=n)
+        assert ways.straight > ways.copied / 2, ways
         assert await state(live, f"in place {n}") == wanted
 
 
