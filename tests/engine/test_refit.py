@@ -114,3 +114,12 @@ def test_every_error_survives_a_process_border_as_data() -> None:
         again = errors.from_record(kind("what", replica="r", seconds=1.5).record())
         assert (type(again), str(again), again.fields) == (kind, "what", {"replica": "r", "seconds": 1.5})
         assert type(pickle.loads(pickle.dumps(again))) is kind
+
+
+def test_an_error_about_a_replica_is_the_same_error_with_what_it_had_not_said() -> None:
+    error = errors.DeadlineExceeded("too late", peer="trainer", seconds=4.0)
+    error.remote_traceback = "there"
+    told = error.about(replica="replica-1", peer="another")
+    assert (type(told), told.message, told.remote_traceback) == (errors.DeadlineExceeded, "too late", "there")
+    assert told.fields == {"replica": "replica-1", "peer": "trainer", "seconds": 4.0}
+    assert "replica" not in error.fields

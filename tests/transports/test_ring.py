@@ -71,6 +71,9 @@ async def test_in_place_tensors_that_have_a_place_are_received_right_there(tmp_p
             first, second = Worker(), Worker()
             first.sink.live = {n: torch.empty_like(t) for k, (n, t) in enumerate(weights(1).items()) if k % 3}
             first.sink.refuses = 2  # somebody else has them: it is waited for
+            # What lies elsewhere than the ring is out of reach for who copies.
+            elsewhere = {n: torch.empty_like(t, device="meta") for n, t in weights(1).items()}
+            second.sink.places = lambda elsewhere=elsewhere: elsewhere  # type: ignore[method-assign, misc]
             for version in (1, 2):
                 sending = memory_sending(weights(version).items(), weight_version=version)
                 assert (await engine.refit(sending, [first, second], release=False)).error is None
