@@ -395,7 +395,7 @@ class Fleet(Owned):
             rebase: the version may be below the fleet's; later ones are counted from it.
 
         Returns:
-            The report of that refit, or None when every replica serves already.
+            The report of that refit, or None when every replica serves that version already: `source` is not opened.
 
         Raises:
             NotServing: no version is at hand any more: publish it again, or name a checkpoint.

@@ -36,6 +36,7 @@ class LoadingSink:
         self._shared: set[str] = set()
         self._kept: dict[str, tuple[TensorSpec, Tensor]] = {}
         self._chosen: Tensors = []
+        self._failure: BaseException | None = None
         self._stopped = self._applied = self._whole = self._finished = False
 
     def landed(self, bucket: Bucket) -> None:
@@ -60,8 +61,8 @@ class LoadingSink:
                 return
             try:
                 self._load(self._untied(bucket.tensors))
-            except BaseException:
-                self._stopped = True
+            except BaseException as failure:
+                self._stopped, self._failure = True, failure
                 raise
             finally:
                 if self._stopped:
@@ -95,7 +96,8 @@ class LoadingSink:
             return False
         if self._stopped:
             self._busy.release()
-            raise PeerLost(f"refit {self._ticket.refit_id} was given up here", peer="worker")
+            # What was loaded beside it may have failed, which whoever receives has not heard of yet.
+            raise self._failure or PeerLost(f"refit {self._ticket.refit_id} was given up here", peer="worker")
         try:
             self._open()
         except BaseException:
@@ -173,6 +175,7 @@ class LoadingSink:
             self._close()
 
     def _drop(self) -> None:
+        self._failure = None  # its frames may refer to what landed
         self._kept.clear()
         self._chosen = []
         self._loading.forget()

@@ -167,6 +167,9 @@ def test_a_group_that_fails_closes_the_model_and_ends_the_refit() -> None:
     with pytest.raises(ZeroDivisionError):
         made.landed(bucket(A))
     assert (made.touched, reload.did) == (True, ["begin", "undo"])
+    # Whoever writes to places beside it hears the same, and not only that it was given up.
+    with pytest.raises(ZeroDivisionError):
+        made.hold()
     made.landed(bucket(B))
     with pytest.raises(ProtocolViolation, match="given up"):
         made.apply()
