@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pitstop.engine.vllm_backend.loader_trace import Move, View
 from pitstop.engine.vllm_backend.plan import Plan, Refused, learn
 from pitstop.engine.vllm_backend.planned import Knowledge, Live, Planned, Proving
 from pitstop.engine.worker_ports import TensorSpec
@@ -437,3 +438,28 @@ def test_names_of_one_parameter_are_one_place() -> None:
     replay(model, plan, content())
     assert torch.equal(model.one.weight, content()["a"])
     assert plan.learned.owners["one.weight"] == {"one", "two"}
+
+
+ROWS = View(24, (3, 4), (4, 1))
+"""Three rows in the middle of a larger parameter."""
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "shape", "whole"),
+    [
+        (View(0, (3, 4), (4, 1)), ROWS, (3, 4), True),
+        (View(0, (12,), (1,)), ROWS, (3, 4), True),
+        (View(0, (3, 1, 4), (4, 99, 1)), ROWS, (3, 4), True),
+        (View(0, (), ()), View(7, (), ()), (), True),
+        (View(0, (3, 4), (4, 1)), ROWS, (6, 4), False),  # the first half of it
+        (View(12, (3, 4), (4, 1)), ROWS, (6, 4), False),  # the second
+        (View(12, (3, 4), (4, 1)), ROWS, (3, 4), False),  # beyond its end
+        (View(0, (3, 4), (1, 3)), ROWS, (4, 3), False),  # turned on the way
+        (View(0, (3, 4), (4, 1)), View(0, (3, 4), (8, 1)), (3, 4), False),  # every other row
+        (View(0, (3, 4), (0, 1)), ROWS, (3, 4), False),  # one row thrice
+    ],
+)
+def test_only_what_goes_whole_and_in_order_to_one_piece_of_memory_may_be_received_there(
+    source: View, target: View, shape: tuple[int, ...], *, whole: bool
+) -> None:
+    assert Move("t", source, "p", target).whole(shape) is whole
