@@ -78,6 +78,7 @@ class _Case:
     lost: bool = True
     trying: bool = False
     booting: bool = False
+    refitting: bool = False
     given_up: bool = False
     stuck: bool = False
     back_at: float = 0.0
@@ -239,6 +240,10 @@ class Keeper:
                     self._look(self.options, now)
                     if not self._asleep():
                         for case in self._due(frozenset({Phase.DEAD}), now):
+                            if case.tried >= self.options.attempts:
+                                # It died between its boot and its refit.
+                                self._give_up(case, case.replica.error)
+                                continue
                             case.booting = True
                             group.start_soon(self._boot, case, self.options)
                         empty = self._due(_EMPTY, now)
@@ -274,7 +279,8 @@ class Keeper:
 
     @staticmethod
     def _waits(case: _Case) -> bool:
-        return case.lost and not (case.booting or case.given_up or case.stuck)
+        # One that dies as soon as its refit has committed is lost anew, and judged as such when that refit has ended.
+        return case.lost and not (case.booting or case.refitting or case.given_up or case.stuck)
 
     def _sleep_for(self, now: float) -> float | None:
         # What was due by `now` waits for an event: a boot, a refit, somebody else's refit, a wake.
@@ -299,8 +305,12 @@ class Keeper:
             async with self._one:
                 cases = [c for c in cases if c.replica.phase in _EMPTY]
                 if cases and not self.coordinator.busy and not self._closed:
+                    for case in cases:
+                        case.refitting = True
                     await self._refit_now(cases, options)
         finally:
+            for case in cases:
+                case.refitting = False
             self._delivering = False
             self._woken.set()
 

@@ -21,7 +21,7 @@ from pitstop.engine.errors import (
 )
 from pitstop.engine.launch import RolloutEngine
 from pitstop.engine.lifecycle import Phase
-from pitstop.engine.recovery import Recovery
+from pitstop.engine.recovery import Keeper, Recovery
 from pitstop.engine.refit import Deadlines, Outcome, RefitOptions
 from pitstop.engine.request import SamplingParams
 from pitstop.engine.simulated import TORN, Delays, Script
@@ -329,6 +329,30 @@ async def test_an_engine_that_serves_and_dies_over_and_over_is_given_up_too() ->
         await asyncio.sleep(0.2)
         assert engine.phase() is Phase.DEAD
         assert not engine._keeper.hopeful
+
+
+async def test_one_that_dies_as_its_refit_ends_is_tried_no_more_often_than_was_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deliver, ended = Keeper._deliver, asyncio.Event()
+
+    async def late(keeper: Keeper, *arguments: Any) -> Any:
+        report = await deliver(keeper, *arguments)
+        await ended.wait()
+        return report
+
+    monkeypatch.setattr(Keeper, "_deliver", late)
+    async with fleet(2, recovery=Recovery(attempts=1, backoff=0.01, longest=0.01, steady=60)) as engine:
+        await engine.refit_to(1)
+        await until(lambda: serving(engine))
+        await dead(engine)
+        await until(lambda: engine.replicas[0].incarnation == 2 and serving(engine))
+        await dead(engine)
+        await asyncio.sleep(0.1)
+        ended.set()
+        await until(lambda: not engine._keeper.hopeful)
+        await asyncio.sleep(0.1)
+        assert (engine.phase(), engine.replicas[0].incarnation) == (Phase.DEAD, 2)
 
 
 async def test_serving_steadily_forgets_earlier_tries() -> None:
