@@ -331,8 +331,9 @@ async def test_an_engine_that_serves_and_dies_over_and_over_is_given_up_too() ->
         assert not engine._keeper.hopeful
 
 
-async def test_one_that_dies_as_its_refit_ends_is_tried_no_more_often_than_was_said(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("attempts", [1, 2])
+async def test_one_that_dies_as_its_refit_ends_is_judged_when_it_has_ended_and_tried_no_more_often_than_was_said(
+    monkeypatch: pytest.MonkeyPatch, attempts: int
 ) -> None:
     deliver, ended = Keeper._deliver, asyncio.Event()
 
@@ -342,14 +343,33 @@ async def test_one_that_dies_as_its_refit_ends_is_tried_no_more_often_than_was_s
         return report
 
     monkeypatch.setattr(Keeper, "_deliver", late)
-    async with fleet(2, recovery=Recovery(attempts=1, backoff=0.01, longest=0.01, steady=60)) as engine:
+    async with fleet(2, recovery=Recovery(attempts=attempts, backoff=0.01, longest=0.01, steady=60)) as engine:
         await engine.refit_to(1)
         await until(lambda: serving(engine))
         await dead(engine)
         await until(lambda: engine.replicas[0].incarnation == 2 and serving(engine))
         await dead(engine)
         await asyncio.sleep(0.1)
+        assert (engine.phase(), engine.replicas[0].incarnation) == (Phase.DEAD, 2)
         ended.set()
+        await until(lambda: not engine._keeper.hopeful)
+        await asyncio.sleep(0.1)
+        wanted = (Phase.DEAD, 2) if attempts == 1 else (Phase.SERVING, 3)
+        assert (engine.phase(), engine.replicas[0].incarnation) == wanted
+
+
+async def test_one_that_dies_between_its_boot_and_its_refit_has_used_up_that_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def never(keeper: Keeper, *_: Any) -> None:
+        keeper._delivering = False
+
+    monkeypatch.setattr(Keeper, "_refit", never)
+    async with fleet(2, recovery=Recovery(attempts=1, backoff=0.01, longest=0.01, steady=60)) as engine:
+        await engine.refit_to(1)
+        await dead(engine)
+        await until(lambda: (engine.replicas[0].incarnation, engine.phase()) == (2, Phase.IDLE))
+        await dead(engine)
         await until(lambda: not engine._keeper.hopeful)
         await asyncio.sleep(0.1)
         assert (engine.phase(), engine.replicas[0].incarnation) == (Phase.DEAD, 2)
