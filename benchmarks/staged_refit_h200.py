@@ -2,11 +2,13 @@
 
     python3 benchmarks/staged_refit_h200.py OUT.json [--peer PEER.py] [--pace 19 --pace 0 ...] [--gpu-memory 0.4]
 
-Trainer and engine share the first GPU; the peer (`peer_vllm025_nccl.py`), where it is named, takes two, in this run.
+Trainer and engine share the first GPU. The peer is `benchmarks/peer_vllm_ipc.py` (one GPU), or the mission's
+`peer_vllm025_nccl.py` (two); it runs after ours, in this run, and the better of its ways counts.
 A `--pace` is in GiB/s, 0 for none: each is an engine of its own. Measured are its steady token rate, the rate while a
-version is staged, the longest time without a token of any stream (as the peer measures it), the bubble by our own
-report, and the total: medians of `--refits`. With `--gpu-memory 0.7` a GPU of 139 GiB has no room, and the version is
-staged in host memory, as the output then says. Budgets: DESIGN 10.
+version is staged and in the second after its commit, the longest time without a token of any stream (as the peer
+measures it), the bubble by our own report, and the total: medians of `--refits` by policy (`keep` as the peer's; the
+first version, which proves the load plan, does not count). With `--gpu-memory 0.7` a GPU of 139 GiB has no room, and
+the version is staged in host memory, as the output then says. Budgets: DESIGN 10.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pitstop.engine.ports import NullObserver, Scalar, Transition, Work
 
 STREAMS = 64
+SECOND = 1_000_000_000
 PEER_S = 420.0
-_LINE = re.compile(r"mode=(\w+) clear=(\w+) .*total ([\d.]+) bubble ([\d.]+)")
+_LINE = re.compile(r"mode=\w+ clear=\w+ (?:packed=(\w+) )?.*total ([\d.]+) bubble ([\d.]+)")
 _STEADY = re.compile(r"steady tok/s ([\d.]+)")
 
 
@@ -53,18 +56,19 @@ class Stamps:
         low, high = bisect_left(self._at, begin), bisect_right(self._at, end)
         return (self._sum[high] - self._sum[low]) / max(1, end - begin) * 1e9
 
-    def gap(self, begin: int, end: int) -> float:
-        """Seconds from the last token up to `begin` to the first one after `end`; nan if there is none on a side."""
-        low, high = bisect_right(self._at, begin) - 1, bisect_right(self._at, end)
-        return (self._at[high] - self._at[low]) / 1e9 if low >= 0 and high < len(self._at) else float("nan")
+    def gap(self, moment: int) -> float:
+        """Seconds from the last token up to a moment to the first one after it; nan if there is none on a side."""
+        behind = bisect_right(self._at, moment)
+        return (self._at[behind] - self._at[behind - 1]) / 1e9 if 0 < behind < len(self._at) else float("nan")
 
 
 class Watch(NullObserver):
-    """When versions were staged, and when the replica was suspended and served again."""
+    """When versions were staged, and when a suspended replica had its weights and served again."""
 
     def __init__(self) -> None:
         self.stages: list[tuple[int, int]] = []
         self.swaps: list[tuple[int, int]] = []
+        self._loaded = 0
         self._open: dict[str, int] = {}
 
     def opened(self, work: Work) -> Mapping[str, str]:
@@ -79,11 +83,12 @@ class Watch(NullObserver):
             self.stages.append((began, at))
 
     def transition(self, change: Transition) -> None:
-        """Note the way from a suspend to the next serving."""
-        if change.after.value == "suspending":
-            self._open["swap"] = change.at
-        elif change.after.value == "serving" and "swap" in self._open:
-            self.swaps.append((self._open.pop("swap"), change.at))
+        """Note when a suspended replica had its weights, and when it served again."""
+        if change.after.value == "resuming":
+            self._loaded = change.at
+        elif change.after.value == "serving" and self._loaded:
+            self.swaps.append((self._loaded, change.at))
+            self._loaded = 0
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -95,41 +100,59 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def peer_of(printed: str) -> dict[str, Any]:
-    """Return what the peer printed: its rate, and of its refits the seconds in all and without a token."""
-    refits = [(clear == "True", float(total), float(bubble)) for _, clear, total, bubble in _LINE.findall(printed)]
+    """Return what the peer printed: its rate, and of its refits the seconds in all and without a token.
+
+    The first refit of each way warms it up. Of two ways the one with the shorter median bubble counts.
+    """
+    ways: dict[str, list[tuple[float, float]]] = {}
+    for packed, total, bubble in _LINE.findall(printed):
+        way = {"False": "in one call", "True": "packed", "": "nccl"}[packed]
+        ways.setdefault(way, []).append((float(total), float(bubble)))
     steady = _STEADY.search(printed)
-    if not refits or steady is None:
-        raise ValueError(f"the peer printed no refit: {printed[-500:]!r}")
-    return {
-        "steady_tok_s": float(steady[1]), "refits": len(refits),
-        "total_s": spread([total for _, total, _ in refits]), "bubble_s": spread([bubble for *_, bubble in refits]),
+    found = {
+        way: {
+            "refits": len(refits) - 1, "total_s": spread([total for total, _ in refits[1:]]),
+            "bubble_s": spread([bubble for _, bubble in refits[1:]]),
+        } for way, refits in ways.items() if len(refits) > 1
     }  # fmt: skip
+    if not found or steady is None:
+        raise ValueError(f"the peer printed no refit: {printed[-500:]!r}")
+    best = min(found, key=lambda way: found[way]["bubble_s"]["median"])
+    return {"steady_tok_s": float(steady[1]), "way": best, **found[best], "ways": found}
 
 
 def peer(script: Path, model: Path) -> dict[str, Any]:
-    """Run the peer. It takes two GPUs."""
+    """Run the peer."""
     done = subprocess.run(
         [sys.executable, str(script), str(model)], capture_output=True, text=True, timeout=PEER_S, check=False
     )
     try:
-        return peer_of(done.stdout)
+        return {**peer_of(done.stdout), "printed": done.stdout.splitlines()}
     except ValueError as error:
-        return {"failed": f"{error}; {done.stderr[-2000:]}"}
+        return {"failed": f"{error}; {done.stderr[-4000:]}"}
 
 
 def found(stamps: Stamps, watch: Watch, reports: Sequence[Mapping[str, Any]], steady: float) -> dict[str, Any]:
-    """Return the figures of one engine's refits, of which the first warmed it up."""
-    rates = [stamps.rate(*stage) for stage in watch.stages][1:]
-    gaps = [stamps.gap(*swap) for swap in watch.swaps][1:]
-    reports = reports[1:]
-    return {
-        "steady_tok_s": round(steady, 1), "refits": len(reports), "staging": sorted({r["staging"] for r in reports}),
-        "why": reports[-1]["why"], "nbytes": reports[-1]["nbytes"],
-        "staging_tok_s": spread(rates), "staging_ratio": spread([rate / steady for rate in rates]),
-        "stage_s": spread([r["stage_s"] for r in reports]), "bubble_s": spread(gaps),
-        "reported_bubble_s": spread([r["bubble_s"] for r in reports if r["bubble_s"] is not None]),
-        "total_s": spread([r["seconds"] for r in reports]),
-    }  # fmt: skip
+    """Return the figures of one engine's refits."""
+    rows = list(zip(reports, watch.stages, watch.swaps, strict=True))
+    out: dict[str, Any] = {"steady_tok_s": round(steady, 1)}
+    for policy in dict.fromkeys(report["policy"] for report, *_ in rows):
+        mine = [row for row in rows if row[0]["policy"] == policy]
+        kept = [report for report, *_ in mine]
+        out[policy] = {
+            "refits": len(mine), "staging": sorted({r["staging"] for r in kept}), "why": kept[-1]["why"],
+            "nbytes": kept[-1]["nbytes"],
+            "staging_ratio": spread([stamps.rate(*stage) / steady for _, stage, _ in mine]),
+            "after_ratio": spread([stamps.rate(at, at + SECOND) / steady for *_, (_, at) in mine]),
+            "bubble_s": spread([stamps.gap(loaded) for *_, (loaded, _) in mine]),
+            "reported_bubble_s": spread([r["bubble_s"] for r in kept if r["bubble_s"] is not None]),
+            "total_s": spread([r["seconds"] for r in kept]),
+            "phase_s": {
+                key: spread([r[key] for r in kept])
+                for key in ("stage_s", "suspend_s", "receive_s", "finalize_s", "resume_s") if key in kept[-1]
+            },
+        }  # fmt: skip
+    return out
 
 
 async def ours(path: Path, pace: float, refits: int, gpu_memory: float) -> dict[str, Any]:
@@ -153,34 +176,39 @@ async def ours(path: Path, pace: float, refits: int, gpu_memory: float) -> dict[
     async with launch(path, buffers=buffers, observer=watch, **more) as engine:
         trainer = Child(engine.address, [path, path])
         assert await trainer.answer() == "ready"
+        # It proves the load plan, and before it nothing is served.
+        await trainer.ask("publish", 0, 1, {"mode": "staged"})
+        watch.stages.clear()
+        watch.swaps.clear()
         streams = [asyncio.create_task(stream(engine, n)) for n in range(STREAMS)]
         await asyncio.sleep(6)
         began = time.time_ns()
         await asyncio.sleep(3)
         steady = stamps.rate(began, time.time_ns())
         reports = []
-        for version in range(1, refits + 2):
-            reports.append(await trainer.ask("publish", version % 2, version, {"mode": "staged"}))
+        for version, policy in enumerate(["keep"] * refits + ["recompute"] * refits, 2):
+            report = await trainer.ask("publish", version % 2, version, {"mode": "staged", "policy": policy})
+            reports.append({**report, "policy": policy})
             await asyncio.sleep(1.5)
         stop = True
-        await asyncio.wait(streams, timeout=10)
+        await asyncio.wait_for(asyncio.gather(*streams), 10)
         trainer.pipe.send(None)
     failed = [report for report in reports if report.get("outcome") != "committed"]
     return {"failed": failed} if failed else found(stamps, watch, reports, steady)
 
 
 def compared(out: dict[str, Any]) -> dict[str, Any]:
-    """Return the ratios that DESIGN 10 has budgets for, by pace."""
+    """Return the ratios that DESIGN 10 has budgets for, by pace and policy."""
     theirs = out.get("peer", {})
     return {
-        name: {
+        f"{name} {policy}": {
             "staging_ratio": one["staging_ratio"]["median"],
             **{
                 f"{what}_to_peer": round(one[f"{what}_s"]["median"] / theirs[f"{what}_s"]["median"], 4)
                 for what in ("bubble", "total") if "refits" in theirs
             },
         }
-        for name, one in out["ours"].items() if "refits" in one
+        for name, engine in out["ours"].items() for policy, one in engine.items() if isinstance(one, dict)
     }  # fmt: skip
 
 

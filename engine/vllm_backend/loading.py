@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
+from pitstop.engine.vllm_backend.copies import prepare
 from pitstop.engine.vllm_backend.drafter import Router, Together, asked_for, draft_config, draft_model, fill
 from pitstop.engine.vllm_backend.planned import COPIED, PROVES, Knowledge, Live, Planned, Proving
 from pitstop.engine.vllm_backend.reload import Reload
@@ -97,6 +98,7 @@ def _one(model: Any, config: Any, device: Any, *, whole: bool) -> Loading:
 def learn(worker: Any, specs: Sequence[TensorSpec]) -> None:
     """Watch the loaders of this rank's models. Nothing may run them meanwhile; that there is no plan is no error."""
     cpu = worker.device.type == "cpu"
+    prepare(worker.device)
     for model, config, mine in _models(worker, specs):
         with set_current_config(config):
             knowledge_of(model)[0].learn(model, list(mine.values()), cpu=cpu)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from pitstop.engine.errors import MissingTensors, UnexpectedTensors, names
+from pitstop.engine.vllm_backend.copies import Copies
 from pitstop.engine.vllm_backend.plan import Plan, Refused, learn
 from pitstop.engine.vllm_backend.reload import Reload
 from pitstop.engine.vllm_backend.sums import constant, sums
@@ -200,8 +201,7 @@ class _Batch:
 
     tensors: Tensors
     names: frozenset[str]
-    targets: list[Tensor]
-    sources: list[Tensor]
+    copies: Copies
     rest: list[tuple[TensorSpec, Tensor]]
     moved: int
     straight: int
@@ -251,7 +251,7 @@ class Planned:
         return found
 
     def ready(self, tensors: Tensors) -> None:
-        """Pair parts of staged tensors with their places, while the replica still serves: that takes as long as the
+        """Pair parts of staged tensors with their places, while the replica still serves: that takes longer than the
         copies do, where there are thousands."""
         self.live.refresh()
         self._ready = self._batch(tensors)
@@ -274,7 +274,9 @@ class Planned:
                 continue
             targets += views
             sources += [move.source.of(tensor) for move in moves]
-        return _Batch(tensors, frozenset(fed), targets, sources, rest, self.live.moved, straight)
+        with _current(self.device):
+            copies = Copies(targets, sources, self.device)
+        return _Batch(tensors, frozenset(fed), copies, rest, self.live.moved, straight)
 
     def feed(self, tensors: Tensors) -> None:
         """Copy what the plan knows, in one batch, and have vLLM load the rest."""
@@ -284,8 +286,7 @@ class Planned:
         if batch is None or batch.tensors is not tensors or batch.moved != self.live.moved:
             batch = self._batch(tensors)
         with torch.no_grad(), _current(self.device):
-            if batch.targets:
-                torch._foreach_copy_(batch.targets, batch.sources, non_blocking=True)
+            batch.copies.run()
             if self.device.type != "cpu":
                 # Whoever gave the tensors may write over them when this returns.
                 torch.get_device_module(self.device).current_stream().synchronize()

@@ -30,6 +30,8 @@ MOE: dict[str, Any] = {
     "num_experts_per_tok": 4, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     "tie_word_embeddings": False,
 }  # fmt: skip
+# Not by profiling: the families may be run side by side on one GPU.
+CACHE = 8 << 30
 
 
 def experts(folder: Path, seed: int) -> Path:
@@ -102,14 +104,14 @@ async def family(name: str, caches: list[str], out: dict[str, Any]) -> None:
         t0, t1 = (checkpoint(folder, "0.5b", s) if name == "dense" else experts(folder, s) for s in (0, 1))
         truths = []
         for path in (t0, t1):
-            async with launch(path, enforce_eager=True) as fresh:
+            async with launch(path, enforce_eager=True, kv_cache_memory_bytes=CACHE) as fresh:
                 truths.append((await fresh.fingerprints())["replica-0"])
         said(name, "truths known")
         for cache in caches:
             seen: dict[str, Any] = {}
             out[f"{name}_{cache}"] = seen
             loads = Loads()
-            async with launch(t0, kv_cache_dtype=cache, observer=loads) as engine:
+            async with launch(t0, kv_cache_dtype=cache, kv_cache_memory_bytes=CACHE, observer=loads) as engine:
                 config = engine.replicas[0].backend._life.llm.vllm_config  # type: ignore[attr-defined]
                 seen["cudagraph_mode"] = str(config.compilation_config.cudagraph_mode)
                 assert "NONE" not in seen["cudagraph_mode"]
