@@ -95,11 +95,12 @@ async def main(model: str, refits: int, gpu_memory: float) -> None:
     async def stream(n: int) -> None:
         nonlocal tokens
         turn = 0
-        sampling = SamplingParams(
-            max_tokens=800, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0,
-            output_kind=RequestOutputKind.DELTA,
-        )  # fmt: skip
         while not stop:
+            # They end at different times, so that their rate is steady.
+            sampling = SamplingParams(
+                max_tokens=800 if turn else 800 * (n + 1) // STREAMS, temperature=0.0, ignore_eos=True,
+                detokenize=False, logprobs=0, output_kind=RequestOutputKind.DELTA,
+            )  # fmt: skip
             turn += 1
             prompt = {"prompt_token_ids": [5, 6, 7, n % 400] * 10}
             async for output in engine.generate(prompt, sampling, request_id=f"{n}-{turn}"):

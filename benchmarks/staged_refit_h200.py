@@ -1,11 +1,12 @@
 """A staged refit of 7B shapes under 64 live streams, beside vLLM's own weight transfer. Run by hand on a GPU host.
 
-    python3 benchmarks/staged_refit_h200.py OUT.json [--peer PEER.py] [--pace 19 --pace 0 ...] [--gpu-memory 0.4]
+    python3 benchmarks/staged_refit_h200.py OUT.json [--peer PEER.py] [--pace 12 --pace 0 ...] [--gpu-memory 0.4]
 
 Trainer and engine share the first GPU. The peer is `benchmarks/peer_vllm_ipc.py` (one GPU), or the mission's
 `peer_vllm025_nccl.py` (two); it runs after ours, in this run, and the better of its ways counts.
-A `--pace` is in GiB/s, 0 for none: each is an engine of its own. Measured are its steady token rate, the rate while a
-version is staged and in the second after its commit, the longest time without a token of any stream (as the peer
+A `--pace` is in GiB/s, 0 for none: each is an engine of its own. Streams end at different times, so that their rate is
+steady; it is measured anew before each refit. Measured are the rate while a version is staged and in the second after
+its commit, both as parts of that, the longest time without a token of any stream (as the peer
 measures it), the bubble by our own report, and the total: medians of `--refits` by policy (`keep` as the peer's; the
 first version, which proves the load plan, does not count). With `--gpu-memory 0.7` a GPU of 139 GiB has no room, and
 the version is staged in host memory, as the output then says. Budgets: DESIGN 10.
@@ -25,6 +26,7 @@ import time
 import traceback
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,18 +134,18 @@ def peer(script: Path, model: Path) -> dict[str, Any]:
         return {"failed": f"{error}; {done.stderr[-4000:]}"}
 
 
-def found(stamps: Stamps, watch: Watch, reports: Sequence[Mapping[str, Any]], steady: float) -> dict[str, Any]:
+def found(stamps: Stamps, watch: Watch, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures of one engine's refits."""
     rows = list(zip(reports, watch.stages, watch.swaps, strict=True))
-    out: dict[str, Any] = {"steady_tok_s": round(steady, 1)}
+    out: dict[str, Any] = {"steady_tok_s": spread([report["steady"] for report in reports])}
     for policy in dict.fromkeys(report["policy"] for report, *_ in rows):
         mine = [row for row in rows if row[0]["policy"] == policy]
         kept = [report for report, *_ in mine]
         out[policy] = {
             "refits": len(mine), "staging": sorted({r["staging"] for r in kept}), "why": kept[-1]["why"],
             "nbytes": kept[-1]["nbytes"],
-            "staging_ratio": spread([stamps.rate(*stage) / steady for _, stage, _ in mine]),
-            "after_ratio": spread([stamps.rate(at, at + SECOND) / steady for *_, (_, at) in mine]),
+            "staging_ratio": spread([stamps.rate(*stage) / r["steady"] for r, stage, _ in mine]),
+            "after_ratio": spread([stamps.rate(at, at + SECOND) / r["steady"] for r, _, (_, at) in mine]),
             "bubble_s": spread([stamps.gap(loaded) for *_, (loaded, _) in mine]),
             "reported_bubble_s": spread([r["bubble_s"] for r in kept if r["bubble_s"] is not None]),
             "total_s": spread([r["seconds"] for r in kept]),
@@ -165,11 +167,13 @@ async def ours(path: Path, pace: float, refits: int, gpu_memory: float) -> dict[
     stamps, watch, stop = Stamps(), Watch(), False
 
     async def stream(engine: RolloutEngine, n: int) -> None:
+        asked = replace(LONG, max_tokens=LONG.max_tokens * (n + 1) // STREAMS)
         while not stop:
-            async for chunk in engine.stream(prompt(n), LONG):
+            async for chunk in engine.stream(prompt(n), asked):
                 stamps.add(time.time_ns(), len(chunk.token_ids))
                 if stop:
                     break
+            asked = LONG
 
     buffers = Buffers(stage_nbytes_per_s=int(pace * (1 << 30)) or None)
     more = {"load_format": "dummy", "gpu_memory_utilization": gpu_memory}
@@ -182,19 +186,19 @@ async def ours(path: Path, pace: float, refits: int, gpu_memory: float) -> dict[
         watch.swaps.clear()
         streams = [asyncio.create_task(stream(engine, n)) for n in range(STREAMS)]
         await asyncio.sleep(6)
-        began = time.time_ns()
-        await asyncio.sleep(3)
-        steady = stamps.rate(began, time.time_ns())
         reports = []
         for version, policy in enumerate(["keep"] * refits + ["recompute"] * refits, 2):
+            began = time.time_ns()
+            await asyncio.sleep(1.5)
+            steady = stamps.rate(began, time.time_ns())
             report = await trainer.ask("publish", version % 2, version, {"mode": "staged", "policy": policy})
-            reports.append({**report, "policy": policy})
+            reports.append({**report, "policy": policy, "steady": steady})
             await asyncio.sleep(1.5)
         stop = True
         await asyncio.wait_for(asyncio.gather(*streams), 10)
         trainer.pipe.send(None)
     failed = [report for report in reports if report.get("outcome") != "committed"]
-    return {"failed": failed} if failed else found(stamps, watch, reports, steady)
+    return {"failed": failed} if failed else found(stamps, watch, reports)
 
 
 def compared(out: dict[str, Any]) -> dict[str, Any]:
@@ -208,7 +212,7 @@ def compared(out: dict[str, Any]) -> dict[str, Any]:
                 for what in ("bubble", "total") if "refits" in theirs
             },
         }
-        for name, engine in out["ours"].items() for policy, one in engine.items() if isinstance(one, dict)
+        for name, engine in out["ours"].items() for policy, one in engine.items() if "refits" in one
     }  # fmt: skip
 
 
@@ -229,7 +233,7 @@ def main() -> None:
         path = shapes_only(Path(folder), "7b")
         (path / "tokenizer.json").write_text(tokenizer_json())
         try:
-            for pace in args.pace or [19.0]:
+            for pace in args.pace or [12.0]:
                 out["ours"][f"{pace:g}"] = asyncio.run(ours(path, pace, args.refits, args.gpu_memory))
                 args.out.write_text(json.dumps(out, indent=1))
             if args.peer is not None:

@@ -31,6 +31,8 @@ from pitstop.engine.worker_ports import WorkerOp
 
 log = logging.getLogger("pitstop.engine")
 
+_SETTLING = 0.1
+"""Seconds after a commit in which nothing is read: what a resumed engine makes first comes first."""
 _FIRST_LOOK, _LAST_LOOK = 0.02, 0.5
 """Seconds between questions whether a reading is done: small models at once, large ones without disturbing."""
 
@@ -82,6 +84,7 @@ class Prints:
         self._taking[replica.name] = asyncio.create_task(work, name=f"{replica.name}:prints")
 
     async def _remember(self, replica: Replica, commit: Commit) -> None:
+        await asyncio.sleep(_SETTLING)
         try:
             self._remembered.keep(commit, await self.read(replica, commit))
         except ReadingCutShort:

@@ -188,8 +188,12 @@ class Drainer:
             pass
         return self.whole(buckets)
 
-    def reading(self, buckets: Iterable[int], nbytes: int, seconds: float = 30.0) -> Generator[int, None, None]:
+    def reading(
+        self, buckets: Iterable[int], nbytes: int, seconds: float = 30.0, poll: float = _POLL_S
+    ) -> Generator[int, None, None]:
         """`drain` in pieces of about `nbytes` at most: yield before each how many bytes it has. `whole` comes after.
+
+        `poll`: seconds between questions whether the GPU has come to its end.
 
         Close it if it is not gone through: what was begun is waited for then.
         """
@@ -206,7 +210,7 @@ class Drainer:
                     if piece is not None:
                         yield piece
         finally:
-            self._side.settle(seconds, self)
+            self._side.settle(seconds, self, poll)
 
     def whole(self, buckets: Iterable[int]) -> list[int]:
         """Return the rows that have become whole by these buckets, which have been read."""
@@ -277,7 +281,7 @@ class Side:
         event: Fence = _Passed() if self._stream is None else self._stream.record_event()
         return event
 
-    def settle(self, seconds: float, owner: object) -> None:
+    def settle(self, seconds: float, owner: object, poll: float = _POLL_S) -> None:
         """Wait until all that is now queued has been done.
 
         Raises:
@@ -285,7 +289,7 @@ class Side:
         """
         _stuck[:] = [(fence, kept) for fence, kept in _stuck if not fence.query()]
         fence = self.fence()
-        if not _passed(fence, seconds):
+        if not _passed(fence, seconds, poll):
             # What the GPU may still write to must not become somebody else's.
             _stuck.append((fence, owner))
             raise DeadlineExceeded(
@@ -325,11 +329,11 @@ def _suits(ring: RingMemory, slots: int, slot_nbytes: int) -> None:
         raise LocalError(f"{slots} slots of {slot_nbytes} bytes do not fit into a ring of {ring.nbytes}")
 
 
-def _passed(fence: Fence, seconds: float) -> bool:
+def _passed(fence: Fence, seconds: float, poll: float = _POLL_S) -> bool:
     until = monotonic() + seconds
     while not fence.query():
         if monotonic() > until:
             return False
         # Spinning would take the GIL from the thread that serves.
-        sleep(_POLL_S)
+        sleep(poll)
     return True

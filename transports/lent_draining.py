@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _STEP_S: Final = 0.01
 _COPIED_S: Final = 30.0
+_POLL_S: Final = 1e-3  # where the next piece is not due yet: each question takes Python's lock from the model's steps
 _SHARE: Final = 3  # of the time to receive in, the part that may go by in waits
 
 
@@ -65,9 +66,12 @@ class DeviceDrainer:
 
     def drain(self, first: int, end: int) -> Generator[int, None, None]:
         """See `Drainer.drain`. Unpaced all of them at once: each time the GPU has to be waited for."""
-        buckets = range(first, end if self._throttle is None else first + 1)
-        nbytes = 1 << 62 if self._throttle is None else PIECE_NBYTES
-        with closing(self._drainer.reading(buckets, nbytes)) as pieces:
+        if self._throttle is None:
+            buckets, reading = range(first, end), self._drainer.reading(range(first, end), 1 << 62)
+        else:
+            buckets = range(first, first + 1)
+            reading = self._drainer.reading(buckets, PIECE_NBYTES, poll=_POLL_S)
+        with closing(reading) as pieces:
             for piece in pieces:
                 for _ in _paced(self._throttle, piece):
                     yield first

@@ -35,9 +35,9 @@ class Buffers:
     most_nbytes: int | None = None
     slots: int = 4
     slot_nbytes: int = 16 << 20
-    device_slots: int = 4
-    device_slot_nbytes: int = 64 << 20
-    stage_nbytes_per_s: int | None = 19 << 30
+    device_slots: int = 3
+    device_slot_nbytes: int = 128 << 20
+    stage_nbytes_per_s: int | None = 12 << 30
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -1,6 +1,6 @@
 """Many tensors copied to their places at once: on a GPU by one launch, however many they are.
 
-Torch's batched copy takes 1.6 times as long as one copy of as many bytes, and more the more tensors there are
+Torch's batched copy takes 1.6 times as long as one copy of as many bytes, and 4.8 times for 18 000 of them
 (`benchmarks/load_plan.py`, H200). Where they are and where they go is known beforehand, so that is put into a table
 while the replica serves.
 """
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from math import prod
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
     from torch import Tensor
+
+    from pitstop.engine.vllm_backend.loader_trace import View
 
     Launch = Callable[[Tensor, Tensor, int], None]
     Upload = Callable[[NDArray[np.int64], NDArray[np.int32]], tuple[Tensor, Tensor]]
@@ -44,36 +47,52 @@ def table(
     return entries, np.repeat(np.arange(words.size, dtype=np.int32), chunks)
 
 
+class Pair(NamedTuple):
+    """A place, and the part of a tensor that goes there: in bytes, `nbytes` from `offset` on to `address`.
+
+    `nbytes` is 0 where one of the two is not in one piece.
+    """
+
+    place: Tensor
+    part: View
+    address: int
+    offset: int
+    nbytes: int
+
+
+def pair(place: Tensor, part: View) -> Pair:
+    """Look at a place once, not at each version."""
+    plain = place.is_contiguous() and part.dense and prod(part.size) == place.numel()
+    return Pair(place, part, place.data_ptr(), part.offset * place.itemsize, place.nbytes if plain else 0)
+
+
 class Copies:
-    """Tensors and the places of the same shapes that they go to, on one device."""
+    """Tensors, and the places of one device that their parts go to. Keeps the tensors until it is dropped."""
 
-    def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor], device: Any) -> None:
+    def __init__(self, work: Sequence[tuple[Tensor, Sequence[Pair]]], device: Any) -> None:
+        self._kept = work
         self._rest: tuple[list[Tensor], list[Tensor]] = [], []
-        self._kept: list[Tensor] = []  # a table keeps nothing alive
         self._tabled: tuple[Launch, Tensor, Tensor] | None = None
-        found = prepare(device) if targets else None
-        if found is None:
-            self._rest = list(targets), list(sources)
-        else:
-            self._put_down(targets, sources, *found)
-
-    def _put_down(self, targets: Sequence[Tensor], sources: Sequence[Tensor], launch: Launch, upload: Upload) -> None:
-        rows = []
-        for target, source in zip(targets, sources, strict=True):
-            here, there, nbytes = source.data_ptr(), target.data_ptr(), source.nbytes
-            plain = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
-            alike = source.device == target.device and target.nbytes == nbytes
-            if plain and alike and nbytes and not (here | there | nbytes) % _GRAIN:
-                rows.append((here, there, nbytes))
-                self._kept += (target, source)
-            else:
-                self._rest[0].append(target)
-                self._rest[1].append(source)
-        if rows:
-            self._tabled = (launch, *upload(*table(*zip(*rows, strict=True))))
+        found, rows = (prepare(device) if work else None), []
+        for tensor, pairs in work:
+            start, dtype, where = tensor.data_ptr(), tensor.dtype, tensor.device
+            for one in pairs:
+                place, part, address, offset, nbytes = one
+                # No view of either: to make and to drop thousands of them takes longer than the copies.
+                if (
+                    nbytes and found is not None and dtype == place.dtype and where == place.device
+                    and not (start + offset | address | nbytes) % _GRAIN
+                ):  # fmt: skip
+                    rows.append((start + offset, address, nbytes))
+                else:
+                    self._rest[0].append(place)
+                    self._rest[1].append(part.of(tensor))
+        if found is not None and rows:
+            launch, upload = found
+            self._tabled = launch, *upload(*table(*zip(*rows, strict=True)))
 
     def run(self) -> None:
-        """Queue the copies on the current stream. Sources and targets are kept until this is dropped, no longer."""
+        """Queue the copies on the current stream."""
         import torch
 
         if self._rest[0]:

@@ -41,7 +41,10 @@ class Loading(Protocol):
         """Open the model."""
 
     def feed(self, tensors: Sequence[tuple[TensorSpec, Tensor]]) -> None:
-        """Load some of the version's tensors, in any order, each once. None is referred to after `finish` or `undo`."""
+        """Load some of the version's tensors, in any order, each once.
+
+        None is referred to after `undo`, or after `finish`, and `forget` if they had been made `ready`.
+        """
 
     def complete(self) -> None:
         """Check that a whole version has been fed.

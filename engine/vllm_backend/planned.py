@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from pitstop.engine.errors import MissingTensors, UnexpectedTensors, names
-from pitstop.engine.vllm_backend.copies import Copies
+from pitstop.engine.vllm_backend.copies import Copies, Pair, pair
 from pitstop.engine.vllm_backend.plan import Plan, Refused, learn
 from pitstop.engine.vllm_backend.reload import Reload
 from pitstop.engine.vllm_backend.sums import constant, sums
@@ -60,33 +60,47 @@ class Knowledge:
 
 
 class Live:
-    """The live parameters of a model, as the views that a plan's moves go to."""
+    """The live parameters of a model, as the places that a plan's moves go to."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._at: dict[str, tuple[int, Tensor]] = {}
-        self._views: dict[str, list[Tensor]] = {}
+        self._held: list[tuple[dict[str, Any], str, int]] = []
+        self._pairs: dict[str, list[Pair]] = {}
         self.moved = 0  #: how often parameters were found elsewhere than before
 
     def refresh(self) -> None:
-        """Look again where the parameters are; views of where they were are dropped."""
+        """Look again where the parameters are; pairs with where they were are dropped."""
+        # Going through a model takes milliseconds, of which each is one without a token.
+        if self._held and all(_address(holder.get(name)) == address for holder, name, address in self._held):
+            return
+        self._held = [
+            (holder, name, _address(value))
+            for _, layer in self._model.named_modules()
+            for holder in (layer._parameters, layer._buffers)
+            for name, value in holder.items()
+        ]
         found = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         at = {name: (value.data_ptr(), value.data) for name, value in found.items()}
         if [*((n, address) for n, (address, _) in at.items())] != [*((n, a) for n, (a, _) in self._at.items())]:
             self.moved += 1
-            self._views.clear()
+            self._pairs.clear()
             self._at = at
 
-    def views(self, name: str, moves: Sequence[Move]) -> list[Tensor]:
-        """Return the places that the moves of one tensor go to."""
-        if name not in self._views:
-            self._views[name] = [move.target.of(self._at[move.parameter][1]) for move in moves]
-        return self._views[name]
+    def pairs(self, name: str, moves: Sequence[Move]) -> list[Pair]:
+        """Return what goes where, by the moves of one tensor."""
+        if name not in self._pairs:
+            self._pairs[name] = [pair(move.target.of(self._at[move.parameter][1]), move.source) for move in moves]
+        return self._pairs[name]
 
     def fill(self, fills: Sequence[Fill]) -> None:
         """Fill what loaders fill."""
         for fill in fills:
             fill.target.of(self._at[fill.parameter][1]).fill_(fill.value)
+
+
+def _address(value: Tensor | None) -> int:
+    return 0 if value is None else value.data_ptr()
 
 
 @dataclass(slots=True)
@@ -128,9 +142,8 @@ class Proving:
         for spec, tensor in tensors:
             found = plan.moves.get(spec.name, ())
             moves += found
-            for move, place in zip(found, self.live.views(spec.name, found), strict=True):
-                # As it is when it has arrived: a copy may change the dtype.
-                arrived.append(move.source.of(tensor).to(place.dtype))
+            # As they are when they have arrived: a copy may change the dtype.
+            arrived += [one.part.of(tensor).to(one.place.dtype) for one in self.live.pairs(spec.name, found)]
         for move, number, flat in zip(moves, sums(arrived), constant(arrived), strict=True):
             self._noted[move] = number, flat
 
@@ -153,7 +166,7 @@ class Proving:
     def _wrong(self, plan: Plan) -> dict[str, str]:
         """Name the parameters that do not hold what the plan would have put there, or for which that shows nothing."""
         moves = [move for found in plan.moves.values() for move in found]
-        places = [place for name, found in plan.moves.items() for place in self.live.views(name, found)]
+        places = [one.place for name, found in plan.moves.items() for one in self.live.pairs(name, found)]
         here = dict(zip(moves, sums(places), strict=True))
         kinds, wrong, seen = plan.learned.kinds, dict[str, str](), set[tuple[str, str]]()
         for move in moves:
@@ -216,6 +229,7 @@ class Planned:
     live: Live
     device: Any
     _ready: _Batch | None = None
+    _spent: _Batch | None = None
     _fed: set[str] = field(default_factory=set)
     _strange: list[str] = field(default_factory=list)
     _straight: int = 0
@@ -245,7 +259,7 @@ class Planned:
         for spec in tensors:
             moves = self.plan.moves.get(spec.name, ())
             if len(moves) == 1 and moves[0].whole(spec.shape):
-                (place,) = self.live.views(spec.name, moves)
+                ((place, *_),) = self.live.pairs(spec.name, moves)
                 if str(place.dtype) == f"torch.{spec.dtype}":
                     found[spec.name] = place.view(spec.shape)
         return found
@@ -258,24 +272,23 @@ class Planned:
 
     def forget(self) -> None:
         """Drop what `ready` has made."""
-        self._ready = None
+        self._ready = self._spent = None
 
     def _batch(self, tensors: Tensors) -> _Batch:
-        targets, sources, rest, fed, straight = list[Any](), list[Any](), [], set(), 0
+        work, rest, fed, straight = [], [], set(), 0
         for spec, tensor in tensors:
             moves = self.plan.moves.get(spec.name)
             if moves is None:
                 rest.append((spec, tensor))
                 continue
             fed.add(spec.name)
-            views = self.live.views(spec.name, moves)
-            if len(views) == 1 and views[0].data_ptr() == tensor.data_ptr() and tensor.numel():
+            pairs = self.live.pairs(spec.name, moves)
+            if len(pairs) == 1 and pairs[0].address == tensor.data_ptr() and tensor.numel():
                 straight += 1
-                continue
-            targets += views
-            sources += [move.source.of(tensor) for move in moves]
+            else:
+                work.append((tensor, pairs))
         with _current(self.device):
-            copies = Copies(targets, sources, self.device)
+            copies = Copies(work, self.device)
         return _Batch(tensors, frozenset(fed), copies, rest, self.live.moved, straight)
 
     def feed(self, tensors: Tensors) -> None:
@@ -285,6 +298,9 @@ class Planned:
         batch, self._ready = self._ready, None
         if batch is None or batch.tensors is not tensors or batch.moved != self.live.moved:
             batch = self._batch(tensors)
+        else:
+            # What may be thousands of views is not dropped while nothing is served.
+            self._spent = batch
         with torch.no_grad(), _current(self.device):
             batch.copies.run()
             if self.device.type != "cpu":
@@ -316,7 +332,7 @@ class Planned:
 
     def undo(self) -> None:
         """See `Loading.undo`. What was copied stays: the parameters never left their places."""
-        self._ready = None
+        self.forget()
         if self.reload is not None:
             self.reload.undo()
 

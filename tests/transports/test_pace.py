@@ -140,7 +140,7 @@ def test_the_way_follows_from_size_place_and_wish(
     [
         (6, "auto", 8, None, "device", "of which 20.00 GiB are free"),
         (6, "in_place", 99, None, "none", "in place was asked for"),
-        (19, "auto", 99, None, "host", "staging needs 20.25 GiB: it waits in host memory, 19.00 GiB"),
+        (19, "auto", 99, None, "host", "staging needs 20.38 GiB: it waits in host memory, 19.00 GiB"),
         (19, "staged", 99, 19 * GIB, "host", "host memory, 19.00 GiB"),
         (19, "auto", 99, 18 * GIB, "none", "in host memory it needs 19.00 GiB, of 18.00 GiB (Buffers.most_nbytes)"),
         (19, "auto", 19, None, "none", "in host memory it needs 19.00 GiB, of 18.75 GiB (limit of this machine)"),
@@ -173,7 +173,7 @@ def test_two_receivers_of_a_gpu_need_twice_the_room_and_what_they_keep_of_host_m
         ("cuda:a", "staged", None, 1, (120.0, 5.0), 0),
         ("cuda:a", "in_place", 19 * GIB, 1, (120.0, 5.0), 0),  # nobody is served that could be slowed down
         ("", "staged", 19 * GIB, 1, (120.0, 5.0), 0),
-        ("cuda:a", "staged", 1, 1, (120.0, 5.0), (64 << 20) // 15),  # or it would be evicted over a bucket
+        ("cuda:a", "staged", 1, 1, (120.0, 5.0), (128 << 20) // 15),  # or it would be evicted over a bucket
     ],
 )
 def test_only_what_is_staged_on_a_gpu_that_serves_is_paced_and_never_so_slowly_that_it_is_evicted(

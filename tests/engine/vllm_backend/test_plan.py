@@ -54,8 +54,8 @@ def replay(model: Toy, plan: Plan, tensors: dict[str, Tensor]) -> None:
     live = Live(model)
     live.refresh()
     for name, moves in plan.moves.items():
-        for move, place in zip(moves, live.views(name, moves), strict=True):
-            place.copy_(move.source.of(tensors[name]))
+        for one in live.pairs(name, moves):
+            one.place.copy_(one.part.of(tensors[name]))
 
 
 def state(model: nn.Module) -> list[list[float]]:
@@ -375,10 +375,10 @@ def test_b63_a_parameter_that_has_moved_is_found_where_it_is() -> None:
     model = Toy(whole)
     plan, live = learn(model, made(content()), cpu=False), Live(model)
     live.refresh()
-    (place,) = live.views("a", plan.moves["a"])
+    ((place, *_),) = live.pairs("a", plan.moves["a"])
     model.one.weight.data = torch.zeros(4, 6)
     live.refresh()
-    (there,) = live.views("a", plan.moves["a"])
+    ((there, *_),) = live.pairs("a", plan.moves["a"])
     there.copy_(content()["a"])
     assert torch.equal(model.one.weight, content()["a"])
     assert not place.any()

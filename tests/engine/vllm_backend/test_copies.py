@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pitstop.engine.vllm_backend import copies
-from pitstop.engine.vllm_backend.copies import CHUNK, WORD, Copies, prepare, table
+from pitstop.engine.vllm_backend.copies import CHUNK, WORD, Copies, pair, prepare, table
+from pitstop.engine.vllm_backend.loader_trace import View
 
 CPU = torch.device("cpu")
 INTERPRETED = find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
@@ -69,11 +70,15 @@ def test_every_word_of_every_copy_is_in_one_chunk(words: list[int]) -> None:
         assert (len(mine) - 1) * CHUNK < count <= len(mine) * CHUNK
 
 
+def all_of(tensor: torch.Tensor) -> View:
+    return View(0, tuple(tensor.shape), tuple(tensor.stride()))
+
+
 def test_everything_arrives_by_one_launch_or_by_torch(tabled: list[int]) -> None:
     torch.manual_seed(0)
     big = torch.zeros(3, CHUNK * 4 + 8, dtype=torch.bfloat16)
-    wide = torch.zeros(64, 64)
-    pairs = [
+    wide, rows = torch.zeros(64, 64), torch.zeros(4, 64)
+    whole = [
         (big[1], torch.randn(big.shape[1]).bfloat16()),  # several chunks, the last not a whole one
         (torch.zeros(8, dtype=torch.bfloat16), torch.randn(8).bfloat16()),  # one grain
         (torch.zeros(3), torch.randn(3)),  # twelve bytes: no multiple of a grain
@@ -83,19 +88,26 @@ def test_everything_arrives_by_one_launch_or_by_torch(tabled: list[int]) -> None
         (torch.zeros(4, 4), torch.randn(4)),  # is broadcast
         (torch.zeros(0), torch.zeros(0)),
     ]
-    made = Copies([target for target, _ in pairs], [source for _, source in pairs], CPU)
-    made.run()
-    for target, source in pairs:
+    work = [(source, [pair(target, all_of(source))]) for target, source in whole]
+    split, columns = torch.randn(4, 64), torch.randn(4, 8)
+    # Parts of one tensor: rows that lie in one piece, and columns, which do not.
+    work.append((split, [pair(rows[n], View(64 * (3 - n), (64,), (1,))) for n in range(4)]))
+    left = torch.zeros(4, 4)
+    work.append((columns, [pair(left, View(4, (4, 4), (8, 1)))]))
+    Copies(work, CPU).run()
+    for target, source in whole:
         assert torch.equal(target, source.to(target.dtype).expand(target.shape))
+    assert torch.equal(rows, split.flip(0))
+    assert torch.equal(left, columns[:, 4:])
     assert not wide[:, 32:].any()
     assert not big[0].any()
     assert not big[2].any()
-    assert tabled == [3]
+    assert tabled == [2 + 1 + 4]
 
 
 def test_copies_can_be_run_again_for_what_the_sources_hold_then(tabled: list[int]) -> None:
-    target, source = torch.zeros(64), torch.ones(64)
-    made = Copies([target, torch.zeros(0)], [source, torch.zeros(0)], CPU)
+    target, source, nothing = torch.zeros(64), torch.ones(64), torch.zeros(0)
+    made = Copies([(source, [pair(target, all_of(source))]), (nothing, [pair(nothing, all_of(nothing))])], CPU)
     for value in (1.0, 2.0):
         source.fill_(value)
         made.run()
@@ -104,15 +116,17 @@ def test_copies_can_be_run_again_for_what_the_sources_hold_then(tabled: list[int
 
 
 def test_where_there_is_nothing_to_copy_nothing_is_launched(tabled: list[int]) -> None:
-    Copies([torch.zeros(0)], [torch.zeros(0)], CPU).run()
-    Copies([], [], CPU).run()
+    nothing = torch.zeros(0)
+    Copies([(nothing, [pair(nothing, all_of(nothing))])], CPU).run()
+    Copies([(torch.ones(4), [])], CPU).run()
+    Copies([], CPU).run()
     assert tabled == []
 
 
 def test_without_a_gpu_torch_copies() -> None:
     assert prepare(CPU) is None
-    target = torch.zeros(64)
-    Copies([target], [torch.ones(64)], CPU).run()
+    target, source = torch.zeros(64), torch.ones(64)
+    Copies([(source, [pair(target, all_of(source))])], CPU).run()
     assert target.eq(1).all()
 
 
