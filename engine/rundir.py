@@ -26,7 +26,8 @@ from pitstop.engine.errors import LocalError
 _SHM: Final = Path("/dev/shm")
 _SHM_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _LONGEST: Final = 60
-_LOCK, _NOTED = "lock", "shm"
+_LOCK, _NOTED, _LEFT = "lock", "shm", "left-"
+_FILE: Final = re.compile(r"vllm_dist_[0-9a-f]{32}")
 
 
 def base() -> Path:
@@ -59,9 +60,47 @@ class RunDir:
             if found - noted:
                 (self.path / _NOTED).write_text("\n".join(sorted(found | noted)))
 
+    def sweep(self) -> None:
+        """Remove the sockets in the folder that nobody has any more, and the files that processes now gone have left.
+
+        vLLM gives each process sockets, and removes none: a run of many lives would collect them.
+        """
+        # In this order: what is bound after the look is not in the list.
+        sockets = [path for path in self.path.iterdir() if path.is_socket()]
+        with contextlib.suppress(OSError):
+            bound = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
+            for path in sockets:
+                if str(path) not in bound:
+                    path.unlink(missing_ok=True)
+        for note in self.path.glob(f"{_LEFT}*"):
+            if not _lives(note.name.removeprefix(_LEFT)):
+                _take_away(note)
+
     def close(self) -> None:
         """Remove the folder. Idempotent."""
         self._finalizer()
+
+
+def note_file(folder: Path, path: str) -> None:
+    """Write down, in a run's folder, a file outside it that nobody will remove when this process has ended."""
+    (folder / f"{_LEFT}{os.getpid()}").write_text(path)
+
+
+def _lives(pid: str) -> bool:
+    with contextlib.suppress(OSError):
+        # One that nobody has reaped yet has ended all the same.
+        return Path("/proc", pid, "stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def _take_away(note: Path) -> None:
+    for line in _lines(note):
+        # Only what vLLM makes, and only if it is ours.
+        with contextlib.suppress(OSError):
+            status = os.lstat(line)
+            if _FILE.fullmatch(Path(line).name) and stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+                os.unlink(line)
+    note.unlink(missing_ok=True)
 
 
 def _claimed(root: Path) -> tuple[Path, int]:
@@ -75,6 +114,8 @@ def _claimed(root: Path) -> tuple[Path, int]:
 
 
 def _removed(path: Path, lock: int) -> None:
+    for note in path.glob(f"{_LEFT}*"):
+        _take_away(note)
     shutil.rmtree(path, ignore_errors=True)
     os.close(lock)
 
@@ -91,6 +132,8 @@ def clear_dead(root: Path) -> list[str]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for name in _lines(folder / _NOTED):
                     _unlink(name)
+                for note in folder.glob(f"{_LEFT}*"):
+                    _take_away(note)
                 shutil.rmtree(folder)
                 cleared.append(folder.name)
             finally:

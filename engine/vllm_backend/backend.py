@@ -295,6 +295,9 @@ class VllmBackend:
 
 def _discard(started: Started) -> None:
     started.llm.shutdown(timeout=0)
+    started.llm.engine_core.resources.ctx.destroy(linger=0)
+    if started.folder is not None:
+        started.folder.sweep()
     started.band.close()
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from pitstop.engine.errors import CheckpointUnreadable
+from pitstop.engine.rundir import RunDir
 from pitstop.engine.vllm_backend.arguments import EngineArgumentRejected, engine_arguments
 from pitstop.engine.vllm_backend.capabilities import refits_beneath_adapters
 from pitstop.engine.vllm_backend.config import Seat, defaults, environment
 from pitstop.engine.vllm_backend.counters import Statistics
 from pitstop.engine.vllm_backend.draft_inventory import Choice, Draft, draft_of, layers_of, with_drafter
-from pitstop.engine.vllm_backend.host import Band, changed, look
+from pitstop.engine.vllm_backend.host import Band, changed, look, sockets_folder
 from pitstop.engine.vllm_backend.inventory import from_headers, read_config
 from pitstop.engine.vllm_backend.kv_scales import optional_scales
 from pitstop.engine.vllm_backend.meta_model import from_meta_model
@@ -64,6 +66,7 @@ class Started:
     pids: tuple[int, ...]
     shared: frozenset[str]
     band: Band
+    folder: RunDir | None = None
     statistics: Statistics | None = None
     draft: Draft | None = None
 
@@ -104,6 +107,7 @@ class Boot(Generic[T]):
         except BaseException as error:  # noqa: BLE001
             # What vLLM says of a child that was killed on purpose is of no interest.
             failure = Abandoned() if self._given_up.is_set() else error
+            _closed(error)
             self._post(lambda: self._fail(failure))
             return
         if self._given_up.is_set():
@@ -131,6 +135,14 @@ class Boot(Generic[T]):
             self.done.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
             # Whoever gave up does not look.
             self.done.exception()
+
+
+def _closed(error: BaseException) -> None:
+    """Give back what an engine had opened when its start failed: vLLM leaves its context to the garbage collector."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        context = getattr(getattr(frame.f_locals.get("self"), "resources", None), "ctx", None)
+        if context is not None and not context.closed:
+            context.destroy(linger=0)
 
 
 def start_engine(settings: Settings, boot: Boot[Started]) -> Started:
@@ -168,6 +180,7 @@ def start_engine(settings: Settings, boot: Boot[Started]) -> Started:
             asked = arguments["speculative_config"]
             arguments["speculative_config"] = {"draft_load_config": {"load_format": "auto"}, **asked}
     boot.check()
+    folder = sockets_folder()
     counts = settings.stat_loggers or not arguments["disable_log_stats"]
     statistics = Statistics() if counts else None
     with _one_at_a_time:
@@ -182,7 +195,7 @@ def start_engine(settings: Settings, boot: Boot[Started]) -> Started:
         raise
     core: int = llm.engine_core.resources.engine_manager.processes[0].pid
     pids = (core, *descendants(core))
-    return Started(llm, inventory, not dummy, pids, frozenset(segments(pids)), band, statistics, draft)
+    return Started(llm, inventory, not dummy, pids, frozenset(segments(pids)), band, folder, statistics, draft)
 
 
 def _inventory(folder: Path, settings: Settings, draft: Draft | None, *, dummy: bool) -> Inventory:

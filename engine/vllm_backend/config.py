@@ -16,6 +16,7 @@ from pitstop.engine.vllm_backend.arguments import EngineArgumentRejected
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 PORT: Final = "VLLM_PORT"
 CACHE_ROOT: Final = "VLLM_CACHE_ROOT"
+SOCKETS: Final = "VLLM_RPC_BASE_PATH"
 
 _FIRST_PORT: Final = 7000
 _BAND: Final = 100

@@ -5,13 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Final
 
-from pitstop.engine.vllm_backend.config import VISIBLE, Binding, Host, bands, cpu_list
+from pitstop.engine.rundir import RunDir, base
+from pitstop.engine.vllm_backend.config import SOCKETS, VISIBLE, Binding, Host, bands, cpu_list
 
 _PROC = Path("/proc")
 _NODES = Path("/sys/devices/system/node")
+_LONGEST: Final = 107 - 37 - 13  # what a unix socket's path may have, less a name of vLLM's, less a run's folder
+
+_runs: Final[dict[int, RunDir]] = {}
+_making = threading.Lock()
 
 
 def look() -> Host:
@@ -55,6 +62,28 @@ class Band:
         """Let others have it. Idempotent."""
         if self._guard is not None:
             self._guard.close()
+
+
+def sockets_folder() -> RunDir | None:
+    """Have vLLM's sockets of this process made in a private folder of its own; None if the caller has chosen one.
+
+    The frontend makes some of them, so it is its environment that says so, and one folder for all its engines.
+    """
+    with _making:
+        mine, chosen = _runs.get(os.getpid()), os.environ.get(SOCKETS)
+        if mine is None:
+            # A child has its parent's folder in its environment, which goes with the parent: that is no choice.
+            if chosen is not None and not of_a_run(chosen):
+                return None
+            root = base()
+            mine = _runs[os.getpid()] = RunDir(root if len(str(root)) <= _LONGEST else Path("/tmp", root.name))
+        os.environ[SOCKETS] = str(mine.path)
+        return mine
+
+
+def of_a_run(folder: str) -> bool:
+    """Whether a folder is one that `sockets_folder` has made, here or in another process of this user."""
+    return Path(folder).parent.name == f"pitstop-{os.getuid()}"
 
 
 @contextlib.contextmanager

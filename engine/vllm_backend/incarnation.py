@@ -74,7 +74,7 @@ class Incarnation:
         self.pid = started.pids[0]
         self._shared = started.shared
         self.statistics = started.statistics
-        self._band = started.band
+        self._band, self._folder = started.band, started.folder
         self._pidfds = {pid: pidfd for pid in started.pids if (pidfd := hold(pid)) is not None}
         self._stamp_outputs()
         self._watch_for_the_end()
@@ -263,6 +263,8 @@ class Incarnation:
                 with contextlib.suppress(Exception):
                     core.join(_REAP_SECONDS)  # or it stays a zombie until this process starts another one
             unlink_unused(shared)
+            if self._folder is not None:
+                self._folder.sweep()
             self._band.close()
             for pidfd in pidfds:
                 os.close(pidfd)
@@ -276,3 +278,5 @@ class Incarnation:
             if (socket := getattr(resources, name, None)) is not None and not socket.closed:
                 socket.close(linger=0)
         resources.ctx.term()
+        # Two pipes of each process go with the last reference to it.
+        resources.engine_manager.processes.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -27,8 +28,11 @@ from pitstop.engine.errors import (
     UnsupportedPolicy,
     WorkerFailed,
 )
+from pitstop.engine.rundir import note_file
+from pitstop.engine.vllm_backend.config import SOCKETS
 from pitstop.engine.vllm_backend.drafter import with_drafter
 from pitstop.engine.vllm_backend.fingerprint import Reading, fingerprint, readable
+from pitstop.engine.vllm_backend.host import of_a_run
 from pitstop.engine.vllm_backend.loading import fill_drafter, learn, loading, ways
 from pitstop.engine.vllm_backend.sink import LoadingSink
 from pitstop.engine.vllm_backend.watch import start_watch
@@ -110,6 +114,7 @@ class WorkerSide:
         extra = worker.vllm_config.additional_config
         ours = extra.get("pitstop", {}) if isinstance(extra, dict) else {}
         self._tied: dict[str, str] = ours.get("tied", {})
+        _note_rendezvous(str(getattr(worker, "distributed_init_method", "")))
         if ours.get("receivers"):
             warm = (ours["receivers"], str(worker.device))
             threading.Thread(target=_warm, args=warm, daemon=True, name="pitstop-warm").start()
@@ -233,6 +238,14 @@ class WorkerSide:
         if (landing := self._landings.pop(op.refit_id, None)) is not None:
             landing.release()
         return reply
+
+
+def _note_rendezvous(where: str) -> None:
+    """Have the file through which ranks have found each other removed when they are gone: torch leaves it."""
+    folder = os.environ.get(SOCKETS, "")
+    if where.startswith("file://") and of_a_run(folder):
+        with contextlib.suppress(OSError):
+            note_file(Path(folder), where.removeprefix("file://"))
 
 
 def _warm(receivers: list[str], device: str) -> None:

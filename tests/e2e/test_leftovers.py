@@ -18,10 +18,17 @@ from tests.conftest import Checkpoint
 SCRIPT = Path(__file__).with_name("owner.py")
 
 
-def start(model: Path) -> subprocess.Popen[str]:
+def start(model: Path, scratch: Path) -> subprocess.Popen[str]:
+    # Torch compiles into the folder for temporary files unless it is told where to.
+    where = {"TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": str(scratch.parent / "compiled")}
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(model)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+        [sys.executable, str(SCRIPT), str(model)],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, **where},
+    )  # fmt: skip
+
+
+def left_in(scratch: Path) -> list[str]:
+    return [str(path) for path in scratch.rglob("*") if path != scratch / f"pitstop-{os.getuid()}"]
 
 
 def wait_up(owner: subprocess.Popen[str]) -> Path:
@@ -52,8 +59,12 @@ def gone(pidfds: list[int], seconds: float) -> bool:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("when", ["while the core starts", "while the model loads", "when it is up"])
-def test_a_killed_owner_leaves_no_process_and_no_folder(checkpoint: Checkpoint, when: str) -> None:
-    owner = start(checkpoint("llama", 0))
+def test_a_killed_owner_leaves_no_process_and_nothing_that_the_next_one_does_not_clear(
+    checkpoint: Checkpoint, when: str, tmp_path: Path
+) -> None:
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    owner = start(checkpoint("llama", 0), scratch)
     try:
         folder = None
         if when == "when it is up":
@@ -76,7 +87,7 @@ def test_a_killed_owner_leaves_no_process_and_no_folder(checkpoint: Checkpoint, 
         os.close(pidfd)
     if folder is not None:
         assert folder.exists()
-        second = start(checkpoint("llama", 0))
+        second = start(checkpoint("llama", 0), scratch)
         try:
             assert wait_up(second) != folder
             assert not folder.exists()
@@ -88,3 +99,4 @@ def test_a_killed_owner_leaves_no_process_and_no_folder(checkpoint: Checkpoint, 
                 second.kill()
                 assert second.stdout is not None
                 second.stdout.close()
+        assert left_in(scratch) == []

@@ -9,11 +9,12 @@ import subprocess
 import sys
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
+from socket import AF_UNIX, socket
 
 import pytest
 
 from pitstop.engine.errors import LocalError
-from pitstop.engine.rundir import RunDir, clear_dead
+from pitstop.engine.rundir import RunDir, clear_dead, note_file
 
 CHILD = """
 import os, sys, time
@@ -105,3 +106,51 @@ def test_a_note_cannot_name_anything_outside_shared_memory(tmp_path: Path) -> No
     run.close()
     keep.close()
     keep.unlink()
+
+
+def vllm_file(folder: Path, n: int) -> Path:
+    made = folder / f"vllm_dist_{n:032x}"
+    made.write_text("x")
+    return made
+
+
+def test_a_sweep_removes_sockets_that_nobody_has_any_more_and_no_other(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs")
+    with socket(AF_UNIX) as gone, socket(AF_UNIX) as there:
+        gone.bind(str(run.path / "gone"))
+        there.bind(str(run.path / "there"))
+        gone.close()
+        (run.path / "keys").write_text("not a socket")
+        run.sweep()
+        assert {path.name for path in run.path.iterdir()} == {"lock", "there", "keys"}
+    run.close()
+
+
+def test_files_that_a_process_has_left_outside_go_when_it_is_gone(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "runs")
+    mine, its = vllm_file(tmp_path, 1), vllm_file(tmp_path, 2)
+    note_file(run.path, str(mine))
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        (run.path / f"left-{child.pid}").write_text(str(its))
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        # It has ended, and nobody has reaped it.
+        run.sweep()
+        assert not its.exists()
+    run.sweep()
+    assert mine.exists()
+    run.close()
+    assert not mine.exists()
+
+
+def test_what_a_killed_run_noted_outside_its_folder_goes_with_it_if_vllm_makes_such_files(tmp_path: Path) -> None:
+    dead = tmp_path / "runs" / "dead"
+    dead.mkdir(parents=True)
+    (dead / "lock").touch()
+    victim, linked, its = tmp_path / "victim", tmp_path / f"vllm_dist_{3:032x}", vllm_file(tmp_path, 4)
+    victim.write_text("x")
+    linked.symlink_to(victim)
+    (dead / "left-1").write_text(f"{victim}\n{linked}\n{its}\n{tmp_path / 'nothing'}\n")
+    assert clear_dead(tmp_path / "runs") == ["dead"]
+    assert not its.exists()
+    assert victim.exists()
+    assert linked.exists()
