@@ -274,6 +274,7 @@ class VllmBackend:
                 await _through(asyncio.to_thread(life.end()))
             finally:
                 life.forget()
+                await _through(asyncio.to_thread(life.sweep))
 
     def output_at(self) -> float:
         """Return when the engine's last tokens were seen."""

@@ -263,8 +263,6 @@ class Incarnation:
                 with contextlib.suppress(Exception):
                     core.join(_REAP_SECONDS)  # or it stays a zombie until this process starts another one
             unlink_unused(shared)
-            if self._folder is not None:
-                self._folder.sweep()
             self._band.close()
             for pidfd in pidfds:
                 os.close(pidfd)
@@ -280,3 +278,8 @@ class Incarnation:
         resources.ctx.term()
         # Two pipes of each process go with the last reference to it.
         resources.engine_manager.processes.clear()
+
+    def sweep(self) -> None:
+        """Remove vLLM's sockets, when it has been forgotten. In a thread."""
+        if self._folder is not None:
+            self._folder.sweep()

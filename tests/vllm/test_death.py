@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -199,13 +201,45 @@ async def test_a_start_that_nobody_waits_for_any_more_leaves_no_engine(
     backend = VllmBackend(str(checkpoint()), engine_args={"enforce_eager": True}, start_method="fork")
     starting = asyncio.create_task(backend.start("replica-0", 1))
     spawned = await _first_child(lambda: backend._boot)
-    if how == "cancel":
-        starting.cancel()
-    await backend.close()
-    with pytest.raises((asyncio.CancelledError, EngineClosed)):
-        await starting
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        if how == "cancel":
+            starting.cancel()
+        await backend.close()
+        with pytest.raises((asyncio.CancelledError, EngineClosed)):
+            await starting
+        del starting
+        gc.collect()
+    assert [str(warning.message) for warning in seen if "zmq" in str(warning.message)] == []
     assert ended([spawned], 5)
     os.close(spawned)
+
+
+async def test_a_killed_engine_leaves_no_descriptor_and_no_socket_to_the_garbage_collector(
+    checkpoint: Checkpoint, preloaded: None
+) -> None:
+    def held() -> list[str]:
+        folder = Path(os.environ["VLLM_RPC_BASE_PATH"])
+        return [*os.listdir("/proc/self/fd"), *(path.name for path in folder.iterdir() if path.is_socket())]
+
+    engine_args = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26, "max_model_len": 256}
+    backend = VllmBackend(str(checkpoint()), engine_args=engine_args, start_method="fork")
+    most = 0
+    gc.collect()
+    gc.disable()
+    try:
+        for life in (1, 2, 3):
+            booted = await backend.start("replica-0", life)
+            assert booted.pid is not None
+            os.kill(booted.pid, signal.SIGKILL)
+            await backend.died()
+            await backend.close()
+            most = most or len(held())
+            async with asyncio.timeout(5):
+                while len(held()) > most:  # noqa: ASYNC110 - vLLM's own watch ends a moment later
+                    await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 async def _first_child(boot: Callable[[], Any]) -> int:

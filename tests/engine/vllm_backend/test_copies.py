@@ -123,6 +123,14 @@ def test_where_there_is_nothing_to_copy_nothing_is_launched(tabled: list[int]) -
     assert tabled == []
 
 
+def test_what_lies_on_another_device_goes_by_torch(tabled: list[int]) -> None:
+    place, elsewhere = torch.zeros(64), torch.zeros(64, device="meta")
+    made = Copies([(elsewhere, [pair(place, all_of(elsewhere))])], CPU)
+    with pytest.raises(NotImplementedError, match="meta"):
+        made.run()
+    assert tabled == []
+
+
 def test_without_a_gpu_torch_copies() -> None:
     assert prepare(CPU) is None
     target, source = torch.zeros(64), torch.ones(64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -371,12 +372,18 @@ def test_a_tensor_that_is_not_this_ranks_goes_nowhere() -> None:
     assert "c" not in plan.reloaded
 
 
-def test_b63_a_parameter_that_has_moved_is_found_where_it_is() -> None:
+@pytest.mark.parametrize("replaced", [True, False])
+def test_b63_a_parameter_that_has_moved_is_found_where_it_is(*, replaced: bool) -> None:
     model = Toy(whole)
     plan, live = learn(model, made(content()), cpu=False), Live(model)
     live.refresh()
     ((place, *_),) = live.pairs("a", plan.moves["a"])
-    model.one.weight.data = torch.zeros(4, 6)
+    live.refresh()
+    assert live.moved == 1
+    if replaced:
+        model.one.weight = nn.Parameter(torch.zeros(4, 6), requires_grad=False)
+    else:
+        model.one.weight.data = torch.zeros(4, 6)
     live.refresh()
     ((there, *_),) = live.pairs("a", plan.moves["a"])
     there.copy_(content()["a"])
@@ -400,6 +407,23 @@ def test_b63_what_was_made_ready_follows_a_parameter_that_moves_before_the_swap(
     assert torch.equal(model.one.weight, content()["a"])
     assert torch.equal(model.two.weight, content()["b"])
     assert not before.any()
+
+
+def test_a_staged_version_is_referred_to_until_it_is_forgotten_and_no_longer() -> None:
+    model, specs = Toy(whole), made(content())
+    load = Planned(learn(model, specs, cpu=False), None, Live(model), torch.device("cpu"))
+    staged = [(spec, content()[spec.name]) for spec in specs]
+    alive = [weakref.ref(tensor) for _, tensor in staged]
+    load.ready(staged)
+    load.begin()
+    load.feed(staged)
+    load.complete()
+    load.finish()
+    del staged
+    # Thousands of views are not dropped while nothing is served.
+    assert all(ref() is not None for ref in alive)
+    load.forget()
+    assert all(ref() is None for ref in alive)
 
 
 def test_what_a_loader_fills_a_parameter_up_with_is_put_there_again() -> None:
