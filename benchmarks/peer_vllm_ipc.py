@@ -81,6 +81,7 @@ async def main(model: str, refits: int, gpu_memory: float) -> None:
     pipe, theirs = context.Pipe()
     trainer = context.Process(target=train, args=(theirs, model), daemon=True)
     trainer.start()
+    theirs.close()  # or its death would not be heard
     sys.stdout.write(f"bytes {await asyncio.to_thread(pipe.recv)}\n")
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(
         model=model, load_format="dummy", skip_tokenizer_init=True, max_model_len=2048, dtype="bfloat16",
@@ -130,7 +131,7 @@ async def main(model: str, refits: int, gpu_memory: float) -> None:
         await engine.resume_generation()
         at.append(time.time())
         await asyncio.sleep(1.5)
-        last = max(stamp for stamp in stamps if stamp < at[1])
+        last = max(stamp for stamp in stamps if stamp <= at[4])
         first = min((stamp for stamp in stamps if stamp > at[4]), default=float("nan"))
         steps = " ".join(
             f"{name} {end - begin:.4f}"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -37,7 +38,7 @@ from pitstop.engine.ports import NullObserver, Scalar, Transition, Work
 STREAMS = 64
 SECOND = 1_000_000_000
 PEER_S = 420.0
-_LINE = re.compile(r"mode=\w+ clear=\w+ (?:packed=(\w+) )?.*total ([\d.]+) bubble ([\d.]+)")
+_LINE = re.compile(r"mode=\w+ clear=\w+ (?:packed=(\w+) )?.*total ([\d.]+) bubble ([\d.]+|nan)")
 _STEADY = re.compile(r"steady tok/s ([\d.]+)")
 
 
@@ -94,8 +95,14 @@ class Watch(NullObserver):
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median of some values, the least and the most."""
-    ordered = sorted(values)
+    """Return the median of some values, the least and the most; those that could not be measured are left out.
+
+    Raises:
+        ValueError: none could be.
+    """
+    ordered = sorted(value for value in values if not math.isnan(value))
+    if not ordered:
+        raise ValueError("nothing was measured: no token came before or after")
     return {
         "median": round(statistics.median(ordered), 5), "least": round(ordered[0], 5), "most": round(ordered[-1], 5)
     }  # fmt: skip
@@ -125,9 +132,12 @@ def peer_of(printed: str) -> dict[str, Any]:
 
 def peer(script: Path, model: Path) -> dict[str, Any]:
     """Run the peer."""
-    done = subprocess.run(
-        [sys.executable, str(script), str(model)], capture_output=True, text=True, timeout=PEER_S, check=False
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, str(script), str(model)], capture_output=True, text=True, timeout=PEER_S, check=False
+        )
+    except subprocess.TimeoutExpired as late:
+        return {"failed": f"it did not end within {PEER_S:g} s: {(late.stdout or b'')[-2000:]!r}"}
     try:
         return {**peer_of(done.stdout), "printed": done.stdout.splitlines()}
     except ValueError as error:

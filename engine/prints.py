@@ -105,6 +105,7 @@ class Prints:
         """
         async with self._reading[replica.name]:
             since, limits, pause = replica.since, Deadlines(), _FIRST_LOOK
+            self._must_serve(replica, commit, since)
             op = WorkerOp("fingerprint", f"reading-{next(self._names)}")
             booted = replica.booted
             nbytes = sum(spec.nbytes for spec in booted.inventory.tensors) if booted is not None else 0

@@ -34,7 +34,7 @@ def base() -> Path:
     """Where this user's runs are: under `XDG_RUNTIME_DIR`, else under the folder for temporary files."""
     root = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     # A unix socket's path holds 107 bytes, and clusters have long folders for temporary files.
-    return Path(root if len(root) <= _LONGEST else "/tmp") / f"pitstop-{os.getuid()}"
+    return Path(root if len(os.fsencode(root)) <= _LONGEST else "/tmp") / f"pitstop-{os.getuid()}"
 
 
 class RunDir:
@@ -47,7 +47,7 @@ class RunDir:
         self.path, self._lock = _claimed(root)
         self._noting = threading.Lock()
         # An engine that is described and never entered goes without being closed.
-        self._finalizer = weakref.finalize(self, _removed, self.path, self._lock)
+        self._finalizer = weakref.finalize(self, _removed, self.path, self._lock, os.getpid())
 
     def note_shared_memory(self, pids: Iterable[int]) -> None:
         """Write down which named segments these processes, and those beneath them, have mapped.
@@ -65,16 +65,16 @@ class RunDir:
 
         vLLM gives each process sockets, and removes none: a run of many lives would collect them.
         """
-        # In this order: what is bound after the look is not in the list.
-        sockets = [path for path in self.path.iterdir() if path.is_socket()]
-        with contextlib.suppress(OSError):
-            bound = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
+        with contextlib.suppress(OSError):  # the folder may be gone, and who sweeps has more to do than this
+            # In this order: what is bound after the look is not in the list.
+            sockets = [path for path in self.path.iterdir() if path.is_socket()]
+            bound = _bound()
             for path in sockets:
-                if str(path) not in bound:
+                if os.fsencode(path) not in bound:
                     path.unlink(missing_ok=True)
-        for note in self.path.glob(f"{_LEFT}*"):
-            if not _lives(note.name.removeprefix(_LEFT)):
-                _take_away(note)
+            for note in self.path.glob(f"{_LEFT}*"):
+                if not _lives(note.name.removeprefix(_LEFT)):
+                    _take_away(note)
 
     def close(self) -> None:
         """Remove the folder. Idempotent."""
@@ -86,6 +86,12 @@ def note_file(folder: Path, path: str) -> None:
     (folder / f"{_LEFT}{os.getpid()}").write_text(path)
 
 
+def _bound() -> set[bytes]:
+    """Return the names of all sockets that anybody here has bound: of any bytes, if they are not in a folder."""
+    rows = (line.split(None, 7) for line in Path("/proc/net/unix").read_bytes().splitlines())
+    return {row[7] for row in rows if len(row) == 8}
+
+
 def _lives(pid: str) -> bool:
     with contextlib.suppress(OSError):
         # One that nobody has reaped yet has ended all the same.
@@ -94,7 +100,10 @@ def _lives(pid: str) -> bool:
 
 
 def _take_away(note: Path) -> None:
-    for line in _lines(note):
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = note.read_text().splitlines()
+    for line in lines:
         # Only what vLLM makes, and only if it is ours.
         with contextlib.suppress(OSError):
             status = os.lstat(line)
@@ -113,7 +122,9 @@ def _claimed(root: Path) -> tuple[Path, int]:
     return hidden.rename(root / hidden.name[1:]), lock
 
 
-def _removed(path: Path, lock: int) -> None:
+def _removed(path: Path, lock: int, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a process that was forked ends: the run goes on
     for note in path.glob(f"{_LEFT}*"):
         _take_away(note)
     shutil.rmtree(path, ignore_errors=True)

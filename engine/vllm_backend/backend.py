@@ -18,7 +18,7 @@ from pitstop.engine.ports import Booted
 from pitstop.engine.refit import Policy
 from pitstop.engine.request import Adapter, Request
 from pitstop.engine.vllm_backend.adapters import load, unload, unload_all
-from pitstop.engine.vllm_backend.boot import Abandoned, Boot, Settings, Started, StartMethod, start_engine
+from pitstop.engine.vllm_backend.boot import Abandoned, Boot, Settings, Started, StartMethod, hang_up, start_engine
 from pitstop.engine.vllm_backend.config import Seat, bound
 from pitstop.engine.vllm_backend.draft_inventory import Choice, Draft
 from pitstop.engine.vllm_backend.host import bind, numa_cpus
@@ -295,11 +295,13 @@ class VllmBackend:
 
 
 def _discard(started: Started) -> None:
-    started.llm.shutdown(timeout=0)
-    started.llm.engine_core.resources.ctx.destroy(linger=0)
-    if started.folder is not None:
-        started.folder.sweep()
-    started.band.close()
+    try:
+        started.llm.shutdown(timeout=0)
+        hang_up(started.llm.engine_core.resources)
+    finally:
+        if started.folder is not None:
+            started.folder.sweep()
+        started.band.close()
 
 
 async def _through(work: Awaitable[T]) -> T:

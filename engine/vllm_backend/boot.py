@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import traceback
@@ -18,7 +19,7 @@ from pitstop.engine.vllm_backend.capabilities import refits_beneath_adapters
 from pitstop.engine.vllm_backend.config import Seat, defaults, environment
 from pitstop.engine.vllm_backend.counters import Statistics
 from pitstop.engine.vllm_backend.draft_inventory import Choice, Draft, draft_of, layers_of, with_drafter
-from pitstop.engine.vllm_backend.host import Band, changed, look, sockets_folder
+from pitstop.engine.vllm_backend.host import Band, changed, look, sockets
 from pitstop.engine.vllm_backend.inventory import from_headers, read_config
 from pitstop.engine.vllm_backend.kv_scales import optional_scales
 from pitstop.engine.vllm_backend.meta_model import from_meta_model
@@ -29,6 +30,7 @@ from pitstop.engine.worker_ports import Inventory
 T = TypeVar("T")
 
 StartMethod = Literal["spawn", "fork"]
+_SOCKETS = ("output_socket", "input_socket", "first_req_send_socket", "first_req_rcv_socket", "stats_update_socket")
 IN_CORE = "pitstop.engine.vllm_backend.executor.InCoreExecutor"
 
 # vLLM says in the environment how processes are started, and engines of one process share it.
@@ -107,12 +109,14 @@ class Boot(Generic[T]):
         except BaseException as error:  # noqa: BLE001
             # What vLLM says of a child that was killed on purpose is of no interest.
             failure = Abandoned() if self._given_up.is_set() else error
-            _closed(error)
             self._post(lambda: self._fail(failure))
+            _give_back(error)
             return
         if self._given_up.is_set():
-            self._discard(result)
-            self._post(lambda: self._fail(Abandoned()))
+            try:
+                self._discard(result)
+            finally:
+                self._post(lambda: self._fail(Abandoned()))
         elif not self._post(lambda: self._succeed(result)):
             self._discard(result)
 
@@ -137,12 +141,21 @@ class Boot(Generic[T]):
             self.done.exception()
 
 
-def _closed(error: BaseException) -> None:
-    """Give back what an engine had opened when its start failed: vLLM leaves its context to the garbage collector."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        context = getattr(getattr(frame.f_locals.get("self"), "resources", None), "ctx", None)
-        if context is not None and not context.closed:
-            context.destroy(linger=0)
+def _give_back(error: BaseException) -> None:
+    """Close what an engine had opened when its start failed: vLLM leaves its context to the garbage collector."""
+    with contextlib.suppress(Exception):
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            resources = getattr(frame.f_locals.get("self"), "resources", None)
+            if hasattr(resources, "ctx"):
+                hang_up(resources)
+
+
+def hang_up(resources: Any) -> None:
+    """Close a client's sockets and its context, which vLLM leaves to the garbage collector."""
+    for name in _SOCKETS:
+        if (socket := getattr(resources, name, None)) is not None and not socket.closed:
+            socket.close(linger=0)
+    resources.ctx.destroy(linger=0)
 
 
 def start_engine(settings: Settings, boot: Boot[Started]) -> Started:
@@ -180,7 +193,6 @@ def start_engine(settings: Settings, boot: Boot[Started]) -> Started:
             asked = arguments["speculative_config"]
             arguments["speculative_config"] = {"draft_load_config": {"load_format": "auto"}, **asked}
     boot.check()
-    folder = sockets_folder()
     counts = settings.stat_loggers or not arguments["disable_log_stats"]
     statistics = Statistics() if counts else None
     with _one_at_a_time:
@@ -189,7 +201,8 @@ def start_engine(settings: Settings, boot: Boot[Started]) -> Started:
     band = Band(host)
     try:
         ours["environment"] = environment(settings.seat, arguments, host, band.first)
-        llm = _construct(arguments, settings, boot, statistics)
+        with sockets() as folder:
+            llm = _construct(arguments, settings, boot, statistics)
     except BaseException:
         band.close()
         raise

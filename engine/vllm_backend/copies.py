@@ -81,7 +81,7 @@ class Copies:
                 # No view of either: to make and to drop thousands of them takes longer than the copies.
                 if (
                     nbytes and found is not None and dtype == place.dtype and where == place.device
-                    and not (start + offset | address | nbytes) % _GRAIN
+                    and offset + nbytes <= tensor.nbytes and not (start + offset | address | nbytes) % _GRAIN
                 ):  # fmt: skip
                     rows.append((start + offset, address, nbytes))
                 else:
@@ -89,7 +89,13 @@ class Copies:
                     self._rest[1].append(part.of(tensor))
         if found is not None and rows:
             launch, upload = found
-            self._tabled = launch, *upload(*table(*zip(*rows, strict=True)))
+            try:
+                self._tabled = launch, *upload(*table(*zip(*rows, strict=True)))
+            except _out_of_memory():
+                self._rest = (
+                    [one.place for _, pairs in work for one in pairs],
+                    [one.part.of(tensor) for tensor, pairs in work for one in pairs],
+                )
 
     def run(self) -> None:
         """Queue the copies on the current stream."""
@@ -100,6 +106,12 @@ class Copies:
         if self._tabled is not None:
             launch, entries, owners = self._tabled
             launch(entries, owners, len(owners))
+
+
+def _out_of_memory() -> type[Exception]:
+    import torch
+
+    return torch.OutOfMemoryError
 
 
 def prepare(device: Any) -> tuple[Launch, Upload] | None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _CHUNK: Final = 1 << 20  # words of eight bytes: bounds the memory that indices and products take, and a step's delay
 _REST: Final = 9  # times as long as it has read a thread lets a GPU, and Python's lock, to the engine's steps
+_LONGEST: Final = 0.02  # seconds, or long steps, behind which its reads queue, would make it late
 _SCALES: Final = frozenset({"_k_scale", "_v_scale", "_q_scale", "_prob_scale"})
 
 
@@ -150,7 +151,8 @@ class Reading:
                     for part in _parts(tensor):
                         total += part
                         # What the device does meanwhile is the engine's.
-                        if self._stop.wait((time.perf_counter() - began) * (_REST if tensor.is_cuda else 1)):
+                        took = time.perf_counter() - began
+                        if self._stop.wait(min(took * _REST, max(took, _LONGEST)) if tensor.is_cuda else took):
                             return
                         began = time.perf_counter()
                     found[name] = _written(total)

@@ -18,7 +18,8 @@ _NODES = Path("/sys/devices/system/node")
 _LONGEST: Final = 107 - 37 - 13  # what a unix socket's path may have, less a name of vLLM's, less a run's folder
 
 _runs: Final[dict[int, RunDir]] = {}
-_making = threading.Lock()
+_making: Final = threading.Lock()
+_starting = 0
 
 
 def look() -> Host:
@@ -64,25 +65,44 @@ class Band:
             self._guard.close()
 
 
-def sockets_folder() -> RunDir | None:
-    """Have vLLM's sockets of this process made in a private folder of its own; None if the caller has chosen one.
+@contextlib.contextmanager
+def sockets() -> Iterator[RunDir | None]:
+    """Have vLLM make its sockets in a private folder of this process, while an engine starts; None if the caller has
+    chosen another.
 
-    The frontend makes some of them, so it is its environment that says so, and one folder for all its engines.
+    The frontend makes some of them, so it is its environment that says so: for all engines that start at that time, and
+    not for processes that a caller starts afterwards.
     """
+    global _starting
     with _making:
-        mine, chosen = _runs.get(os.getpid()), os.environ.get(SOCKETS)
-        if mine is None:
-            # A child has its parent's folder in its environment, which goes with the parent: that is no choice.
-            if chosen is not None and not of_a_run(chosen):
-                return None
-            root = base()
-            mine = _runs[os.getpid()] = RunDir(root if len(str(root)) <= _LONGEST else Path("/tmp", root.name))
-        os.environ[SOCKETS] = str(mine.path)
-        return mine
+        if (run := _folder()) is not None:
+            _starting += 1
+            os.environ[SOCKETS] = str(run.path)
+    try:
+        yield run
+    finally:
+        with _making:
+            if run is not None:
+                _starting -= 1
+                if not _starting:
+                    os.environ.pop(SOCKETS, None)
+
+
+def _folder() -> RunDir | None:
+    chosen = os.environ.get(SOCKETS)
+    # A child may have its parent's folder in its environment, which goes with the parent: that is no choice.
+    if chosen is not None and not of_a_run(chosen):
+        return None
+    mine = _runs.get(os.getpid())
+    if mine is None or not mine.path.is_dir():  # whoever clears folders for temporary files may have cleared this one
+        root = base()
+        fits = len(os.fsencode(root)) <= _LONGEST
+        mine = _runs[os.getpid()] = RunDir(root if fits else Path("/tmp", root.name))
+    return mine
 
 
 def of_a_run(folder: str) -> bool:
-    """Whether a folder is one that `sockets_folder` has made, here or in another process of this user."""
+    """Whether a folder is one that `sockets` has made, here or in another process of this user."""
     return Path(folder).parent.name == f"pitstop-{os.getuid()}"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pitstop.engine.errors import EngineClosed, InvalidRequest, PitstopError, RemoteError, ReplicaDied
 from pitstop.engine.request import Request
-from pitstop.engine.vllm_backend.boot import Started
+from pitstop.engine.vllm_backend.boot import Started, hang_up
 from pitstop.engine.vllm_backend.capabilities import probe
 from pitstop.engine.vllm_backend.leg import VllmLeg
 from pitstop.engine.vllm_backend.line import Line, copied
@@ -29,7 +29,6 @@ from pitstop.engine.vllm_backend.sampling import lora_request, sampling_params
 
 _STOP_SECONDS = 5.0
 _REAP_SECONDS = 1.0
-_SOCKETS = ("output_socket", "input_socket", "first_req_send_socket", "first_req_rcv_socket", "stats_update_socket")
 
 
 class Marker:
@@ -272,10 +271,7 @@ class Incarnation:
     def forget(self) -> None:
         """Give back what vLLM leaves to the garbage collector. On the loop, after the processes have ended."""
         resources = self.llm.engine_core.resources
-        for name in _SOCKETS:
-            if (socket := getattr(resources, name, None)) is not None and not socket.closed:
-                socket.close(linger=0)
-        resources.ctx.term()
+        hang_up(resources)
         # Two pipes of each process go with the last reference to it.
         resources.engine_manager.processes.clear()
 

@@ -71,9 +71,6 @@ class Live:
 
     def refresh(self) -> None:
         """Look again where the parameters are; pairs with where they were are dropped."""
-        # Going through a model takes milliseconds, of which each is one without a token.
-        if self._held and all(_address(holder.get(name)) == address for holder, name, address in self._held):
-            return
         self._held = [
             (holder, name, _address(value))
             for _, layer in self._model.named_modules()
@@ -86,6 +83,12 @@ class Live:
             self.moved += 1
             self._pairs.clear()
             self._at = at
+
+    def check(self) -> None:
+        """`refresh`, unless all parameters are where they were, in the modules that there were."""
+        # Going through a model takes milliseconds, of which each is one without a token.
+        if any(_address(holder.get(name)) != address for holder, name, address in self._held):
+            self.refresh()
 
     def pairs(self, name: str, moves: Sequence[Move]) -> list[Pair]:
         """Return what goes where, by the moves of one tensor."""
@@ -239,7 +242,7 @@ class Planned:
         """Open what vLLM has to load; live bytes may change from here on."""
         import torch
 
-        self.live.refresh()
+        self.live.check() if self._ready is not None else self.live.refresh()
         self._fed.clear()
         self._strange.clear()
         self._straight = 0

@@ -43,6 +43,8 @@ _log = logging.getLogger(__name__)
 _CHUNK_SECONDS = 5.0
 """How long the reading of one chunk may take. It is milliseconds."""
 
+_CLOSING_SECONDS = 0.5
+
 # A process that was forked has unpacked nothing; see `Carried`.
 if multiprocessing.parent_process() is not None:
     start_watch()
@@ -91,16 +93,21 @@ class Landing:
         self._receiver.abort()
         self.sink.undo()
 
-    def release(self) -> None:
-        """Drop what landed and unmap it, also while it is still landing."""
+    def release(self) -> threading.Thread:
+        """Drop what landed and unmap it, also while it is still landing; return what gives the memory back."""
         self._receiver.abort()
         self.sink.release()
         # Aside: it waits for the thread, says so to the engine, and gives memory back, while the model may run.
-        threading.Thread(target=self._close, daemon=True, name="pitstop-close").start()
+        closing = threading.Thread(target=self._close, daemon=True, name="pitstop-close")
+        closing.start()
+        return closing
 
     def _close(self) -> None:
         self._thread.join()
-        self._receiver.close()
+        try:
+            self._receiver.close()
+        except Exception:  # noqa: BLE001
+            _log.exception("a receiver did not close")
 
 
 class WorkerSide:
@@ -111,6 +118,7 @@ class WorkerSide:
         self._landings: dict[str, Landing] = {}
         self._busy = threading.Lock()
         self._reading: Reading | None = None
+        self._closing: list[threading.Thread] = []
         extra = worker.vllm_config.additional_config
         ours = extra.get("pitstop", {}) if isinstance(extra, dict) else {}
         self._tied: dict[str, str] = ours.get("tied", {})
@@ -134,6 +142,9 @@ class WorkerSide:
 
     def describe(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Say where this rank is. Replica and incarnation are the backend's to add."""
+        for thread in self._closing:
+            # What is about to be free is counted as free, or the next version would find no room.
+            thread.join(_CLOSING_SECONDS)
         world, device = self._worker.vllm_config.parallel_config.world_size, self._worker.device
         layout = WorkerLayout(
             "", 0, self._worker.rank, world, os.getpid(), str(device), *_memory(device), _node(device), gethostname()
@@ -236,7 +247,7 @@ class WorkerSide:
     def release(self, op: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Drop what landed. Idempotent."""
         if (landing := self._landings.pop(op.refit_id, None)) is not None:
-            landing.release()
+            self._closing = [*(thread for thread in self._closing if thread.is_alive()), landing.release()]
         return reply
 
 

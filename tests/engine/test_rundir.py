@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,9 +127,38 @@ def test_a_sweep_removes_sockets_that_nobody_has_any_more_and_no_other(tmp_path:
     run.close()
 
 
+def test_a_sweep_bears_what_others_have_bound_and_a_folder_that_is_gone(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "my runs")
+    with socket(AF_UNIX) as odd, socket(AF_UNIX) as broken, socket(AF_UNIX) as there, socket(AF_UNIX) as gone:
+        odd.bind(b"\0\xff\xfe" + os.urandom(8))
+        broken.bind(b"\0a\n\nb" + os.urandom(8))
+        there.bind(str(run.path / "there"))
+        gone.bind(str(run.path / "gone"))
+        gone.close()
+        run.sweep()
+        assert {path.name for path in run.path.iterdir()} == {"lock", "there"}
+    shutil.rmtree(run.path)
+    run.sweep()
+    run.close()
+
+
+def test_a_process_that_was_forked_does_not_take_the_folder_with_it(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    script = (
+        "import os, sys\nfrom pathlib import Path\nfrom pitstop.engine.rundir import RunDir\n"
+        "run = RunDir(Path(sys.argv[1]))\npid = os.fork()\n"
+        "if pid == 0: sys.exit()\nos.waitpid(pid, 0)\nprint(run.path.is_dir())"
+    )
+    told = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["True"]
+    assert [path.name for path in tmp_path.iterdir()] == [run.path.name]
+    run.close()
+
+
 def test_files_that_a_process_has_left_outside_go_when_it_is_gone(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs")
-    mine, its = vllm_file(tmp_path, 1), vllm_file(tmp_path, 2)
+    (tmp_path / "my files").mkdir()
+    mine, its = vllm_file(tmp_path, 1), vllm_file(tmp_path / "my files", 2)
     note_file(run.path, str(mine))
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         (run.path / f"left-{child.pid}").write_text(str(its))

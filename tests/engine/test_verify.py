@@ -265,3 +265,31 @@ def test_a_tensor_that_is_there_once_only_has_drifted_too() -> None:
     one = Reading({0: {"a": "1", "b": "2"}, 1: {"a": "3"}}, {})
     other = Reading({0: {"a": "1"}, 1: {"a": "4"}}, {})
     assert one.differing(other) == other.differing(one) == (Drifted(0, "b"), Drifted(1, "a"))
+
+
+class _Careful(SimulatedBackend):
+    """Takes its time over a swap, and remembers in which phase its weights were read."""
+
+    def __init__(self) -> None:
+        super().__init__(delays=Delays(call=0.001))
+        self.read_in: list[Phase] = []
+        self.engine: SimFleet | None = None
+
+    async def call_workers(self, op: WorkerOp) -> Sequence[WorkerReply]:
+        if op.verb == "apply":
+            await asyncio.sleep(0.2)
+        if op.verb == "fingerprint" and self.engine is not None:
+            self.read_in.append(self.engine.phase())
+        return await super().call_workers(op)
+
+
+async def test_nothing_begins_to_read_weights_that_a_refit_is_about_to_change() -> None:
+    backend = _Careful()
+    async with SimFleet([backend]) as engine:
+        backend.engine = engine
+        assert (await engine.refit_to(1)).outcome is Outcome.COMMITTED
+        assert (await engine.refit_to(2)).outcome is Outcome.COMMITTED
+        commit = engine.replicas[0].commit
+        assert commit is not None
+        await until(lambda: engine._upkeep.prints._remembered.of(commit))
+        assert set(backend.read_in) == {Phase.SERVING}

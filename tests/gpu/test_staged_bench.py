@@ -36,6 +36,15 @@ def test_of_a_peers_two_ways_the_one_with_the_shorter_bubble_counts() -> None:
     assert peer["ways"]["packed"]["bubble_s"]["median"] == 0.3
 
 
+def test_a_refit_of_the_peers_after_which_no_token_came_is_not_passed_over() -> None:
+    line = "mode=keep clear=False packed=False pause 0.0389 total 0.1 bubble {}"
+    peer = peer_of("\n".join(["steady tok/s 5.0", *(line.format(one) for one in ("nan", 0.2, "nan", 0.4))]))
+    assert peer["refits"] == 3
+    assert peer["bubble_s"] == {"median": pytest.approx(0.3), "least": 0.2, "most": 0.4}
+    with pytest.raises(ValueError, match="nothing was measured"):
+        peer_of("\n".join(["steady tok/s 5.0", *(line.format(one) for one in (0.2, "nan"))]))
+
+
 def test_rates_and_gaps_are_those_of_the_time_asked_for() -> None:
     stamps = Stamps()
     for n in range(100):

@@ -17,7 +17,7 @@ import anyio
 import pytest
 
 from pitstop.engine.errors import CheckpointUnreadable, EngineClosed, ReplicaDied, WorkerFailed
-from pitstop.engine.vllm_backend import EngineArgumentRejected, VllmBackend
+from pitstop.engine.vllm_backend import EngineArgumentRejected, VllmBackend, host
 from pitstop.engine.vllm_backend.processes import descendants, ended, hold, segments
 from tests.checkpoints import tensors
 from tests.conftest import Checkpoint
@@ -219,7 +219,7 @@ async def test_a_killed_engine_leaves_no_descriptor_and_no_socket_to_the_garbage
     checkpoint: Checkpoint, preloaded: None
 ) -> None:
     def held() -> list[str]:
-        folder = Path(os.environ["VLLM_RPC_BASE_PATH"])
+        folder = host._runs[os.getpid()].path
         return [*os.listdir("/proc/self/fd"), *(path.name for path in folder.iterdir() if path.is_socket())]
 
     engine_args = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26, "max_model_len": 256}

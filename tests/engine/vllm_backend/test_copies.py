@@ -131,6 +131,29 @@ def test_what_lies_on_another_device_goes_by_torch(tabled: list[int]) -> None:
     assert tabled == []
 
 
+def test_what_would_be_read_past_a_tensors_end_does_not_go_by_the_table(tabled: list[int]) -> None:
+    place, short = torch.zeros(64), torch.ones(32)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        Copies([(short, [pair(place, View(0, (64,), (1,)))])], CPU)
+    assert tabled == []
+
+
+def test_without_memory_for_a_table_torch_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_entries: Any, _owners: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(copies, "prepare", lambda _: (by_hand, full))
+    places, source = torch.zeros(2, 64), torch.randn(64)
+    odd = torch.zeros(3)
+    made = Copies(
+        [(source, [pair(place, all_of(source)) for place in places]), (odd + 1, [pair(odd, all_of(odd))])], CPU
+    )
+    made.run()
+    assert torch.equal(places[0], source)
+    assert torch.equal(places[1], source)
+    assert odd.eq(1).all()
+
+
 def test_without_a_gpu_torch_copies() -> None:
     assert prepare(CPU) is None
     target, source = torch.zeros(64), torch.ones(64)
