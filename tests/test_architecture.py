@@ -90,7 +90,12 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
         pytest.param(engine(*SIMULATION), engine(*PURE, *SIMULATION), ("anyio",), id="the simulation knows ports"),
         pytest.param(engine("faultkit"), engine(*PURE, "faultkit"), (), id="the fault kit knows ports"),
         pytest.param(engine("contract"), engine(*PURE, "contract"), ("torch",), id="the contract knows ports"),
-        pytest.param(engine("vllm_backend"), engine(*PURE, "vllm_backend"), None, id="the vLLM adapter knows ports"),
+        pytest.param(
+            engine("vllm_backend"),
+            engine(*PURE, "rundir", "vllm_backend"),
+            None,
+            id="the vLLM adapter knows ports and run folders",
+        ),
         pytest.param(
             ("pitstop.transports",),
             ("pitstop.transports", *engine("errors", "ports", "worker_ports", "refit", "naming")),
