@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import importlib
 import importlib.util
 import multiprocessing
 import os
@@ -41,8 +42,9 @@ def train(pipe: Connection, model: str) -> None:
     """Send the weights as often, and in the way, as the other end says."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-    from vllm.distributed.weight_transfer import ipc_engine
 
+    # Of the version that it is written for, which is not the newest.
+    ipc_engine: Any = importlib.import_module("vllm.distributed.weight_transfer.ipc_engine")
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
     weights = [
@@ -83,11 +85,13 @@ async def main(model: str, refits: int, gpu_memory: float) -> None:
     trainer.start()
     theirs.close()  # or its death would not be heard
     sys.stdout.write(f"bytes {await asyncio.to_thread(pipe.recv)}\n")
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(
-        model=model, load_format="dummy", skip_tokenizer_init=True, max_model_len=2048, dtype="bfloat16",
-        gpu_memory_utilization=gpu_memory, max_num_seqs=128, weight_transfer_config=WeightTransferConfig(backend="ipc"),
-        compilation_config={"cudagraph_capture_sizes": [1, 8, 64]},
-    ))  # fmt: skip
+    asked: dict[str, Any] = {
+        "model": model, "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 2048, "dtype": "bfloat16",
+        "gpu_memory_utilization": gpu_memory, "max_num_seqs": 128,
+        "weight_transfer_config": WeightTransferConfig(backend="ipc"),
+        "compilation_config": {"cudagraph_capture_sizes": [1, 8, 64]},
+    }  # fmt: skip
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**asked))
     await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
     stamps: list[float] = []
     tokens = 0
@@ -103,7 +107,7 @@ async def main(model: str, refits: int, gpu_memory: float) -> None:
                 detokenize=False, logprobs=0, output_kind=RequestOutputKind.DELTA,
             )  # fmt: skip
             turn += 1
-            prompt = {"prompt_token_ids": [5, 6, 7, n % 400] * 10}
+            prompt: Any = {"prompt_token_ids": [5, 6, 7, n % 400] * 10}
             async for output in engine.generate(prompt, sampling, request_id=f"{n}-{turn}"):
                 stamps.append(time.time())
                 tokens += len(output.outputs[0].token_ids)

@@ -146,7 +146,9 @@ def peer(script: Path, model: Path) -> dict[str, Any]:
 
 def found(stamps: Stamps, watch: Watch, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures of one engine's refits."""
-    rows = list(zip(reports, watch.stages, watch.swaps, strict=True))
+    rows: list[tuple[Any, tuple[int, int], tuple[int, int]]] = list(
+        zip(reports, watch.stages, watch.swaps, strict=True)
+    )
     out: dict[str, Any] = {"steady_tok_s": spread([report["steady"] for report in reports])}
     for policy in dict.fromkeys(report["policy"] for report, *_ in rows):
         mine = [row for row in rows if row[0]["policy"] == policy]
@@ -177,7 +179,7 @@ async def ours(path: Path, pace: float, refits: int, gpu_memory: float) -> dict[
     stamps, watch, stop = Stamps(), Watch(), False
 
     async def stream(engine: RolloutEngine, n: int) -> None:
-        asked = replace(LONG, max_tokens=LONG.max_tokens * (n + 1) // STREAMS)
+        asked = replace(LONG, max_tokens=(LONG.max_tokens or 0) * (n + 1) // STREAMS)
         while not stop:
             async for chunk in engine.stream(prompt(n), asked):
                 stamps.add(time.time_ns(), len(chunk.token_ids))

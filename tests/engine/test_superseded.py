@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -44,7 +45,7 @@ async def test_whenever_a_newer_version_comes_no_replica_ever_holds_two(replicas
             if moment == "swapped":
                 await engine.replicas[0].reached(frozenset({Phase.SUSPENDING}))
             elif moment == "sent":
-                await until(lambda backends=backends: all(backend.received for backend in backends))
+                await until(partial(_all_receive, backends))
             else:
                 for _ in range(int(moment)):
                     await asyncio.sleep(0.0005)
@@ -73,6 +74,10 @@ async def test_versions_that_come_one_upon_the_other_leave_one_and_its_memory_on
         assert [report.outcome for report in reports[:-1]] == [Outcome.SUPERSEDED] * 6
         assert reports[-1].outcome is Outcome.COMMITTED
         assert (backend.twice, backend._staged) == ([], {})
+
+
+def _all_receive(backends: Sequence[Narrow]) -> bool:
+    return all(backend.received for backend in backends)
 
 
 def _hanging() -> Script:

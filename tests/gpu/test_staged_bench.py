@@ -66,8 +66,8 @@ def test_an_engines_refits_are_told_apart_by_what_the_observer_saw() -> None:
             stamps.add(at, 9 if staging else 10)
     watch.opened(Work("stage", "stage:7", 15 * SECOND))
     watch.closed("stage:7", 17 * SECOND)
-    for before, after, at in ((Phase.FINALIZING, Phase.RESUMING, 17.4), (Phase.RESUMING, Phase.SERVING, 17.45)):
-        watch.transition(Transition("r", 1, before, "E", after, int(at * SECOND)))
+    for before, after, moment in ((Phase.FINALIZING, Phase.RESUMING, 17.4), (Phase.RESUMING, Phase.SERVING, 17.45)):
+        watch.transition(Transition("r", 1, before, "E", after, int(moment * SECOND)))
     report = {
         "policy": "keep", "staging": "device", "why": "there is room", "nbytes": 1, "stage_s": 2.0, "bubble_s": 0.5,
         "seconds": 2.6, "steady": 1000.0,
