@@ -118,7 +118,7 @@ def peer_of(printed: str) -> dict[str, Any]:
         way = {"False": "in one call", "True": "packed", "": "nccl"}[packed]
         ways.setdefault(way, []).append((float(total), float(bubble)))
     steady = _STEADY.search(printed)
-    found = {
+    found: dict[str, dict[str, Any]] = {
         way: {
             "refits": len(refits) - 1, "total_s": spread([total for total, _ in refits[1:]]),
             "bubble_s": spread([bubble for _, bubble in refits[1:]]),
