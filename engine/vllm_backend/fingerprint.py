@@ -91,7 +91,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 class Reading:
-    """A fingerprint that is taken in a thread, beside the engine's steps, in a tenth of a GPU's time (half a CPU's).
+    """A fingerprint that is taken in a thread beside the engine's steps, in some tenth of a GPU's time (half a CPU's).
 
     Made on the worker's main thread; from then on it reads the tensors that the model had at that moment.
     """

@@ -44,6 +44,7 @@ _CHUNK_SECONDS = 5.0
 """How long the reading of one chunk may take. It is milliseconds."""
 
 _CLOSING_SECONDS = 0.5
+"""How long a worker waits for memory that is being given back before it says what is free. It is milliseconds."""
 
 # A process that was forked has unpacked nothing; see `Carried`.
 if multiprocessing.parent_process() is not None:
