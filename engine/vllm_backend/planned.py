@@ -242,7 +242,10 @@ class Planned:
         """Open what vLLM has to load; live bytes may change from here on."""
         import torch
 
-        self.live.check() if self._ready is not None else self.live.refresh()
+        if self._ready is not None:
+            self.live.check()
+        else:
+            self.live.refresh()
         self._fed.clear()
         self._strange.clear()
         self._straight = 0

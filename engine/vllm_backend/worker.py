@@ -44,7 +44,7 @@ _CHUNK_SECONDS = 5.0
 """How long the reading of one chunk may take. It is milliseconds."""
 
 _CLOSING_SECONDS = 0.5
-"""How long a worker waits for memory that is being given back before it says what is free. It is milliseconds."""
+"""How long a worker waits, in all, for memory that is being given back before it says what is free: milliseconds."""
 
 # A process that was forked has unpacked nothing; see `Carried`.
 if multiprocessing.parent_process() is not None:
@@ -143,9 +143,10 @@ class WorkerSide:
 
     def describe(self, _: WorkerOp, reply: WorkerReply) -> WorkerReply:
         """Say where this rank is. Replica and incarnation are the backend's to add."""
+        until = perf_counter() + _CLOSING_SECONDS
         for thread in self._closing:
             # What is about to be free is counted as free, or the next version would find no room.
-            thread.join(_CLOSING_SECONDS)
+            thread.join(max(0.0, until - perf_counter()))
         world, device = self._worker.vllm_config.parallel_config.world_size, self._worker.device
         layout = WorkerLayout(
             "", 0, self._worker.rank, world, os.getpid(), str(device), *_memory(device), _node(device), gethostname()

@@ -15,7 +15,7 @@ from socket import AF_UNIX, socket
 import pytest
 
 from pitstop.engine.errors import LocalError
-from pitstop.engine.rundir import RunDir, clear_dead, note_file
+from pitstop.engine.rundir import RunDir, base, clear_dead, note_file
 
 CHILD = """
 import os, sys, time
@@ -55,6 +55,14 @@ def test_a_folder_is_private_and_goes_with_its_run(tmp_path: Path) -> None:
     run.close()
     run.close()
     assert not run.path.exists()
+
+
+@pytest.mark.parametrize("letter", ["x", "é"])
+def test_a_run_is_not_where_a_sockets_path_would_be_too_long(letter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/" + letter * 20)
+    assert base() == Path("/" + letter * 20, f"pitstop-{os.getuid()}")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/" + letter * 50 if letter == "é" else "/" + letter * 70)
+    assert base() == Path("/tmp", f"pitstop-{os.getuid()}")
 
 
 def test_what_a_killed_run_left_is_cleared_by_the_next_start_and_living_runs_are_not_touched(tmp_path: Path) -> None:

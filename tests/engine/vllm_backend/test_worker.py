@@ -36,6 +36,24 @@ def test_what_is_being_given_back_is_free_when_a_worker_says_what_is() -> None:
     assert freed == [True]
 
 
+def test_receivers_that_do_not_close_hold_the_model_up_once_and_not_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_CLOSING_SECONDS", 0.2)
+    made, never, waits = side(), threading.Event(), list[float]()
+
+    class Stuck(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            waits.append(timeout or 0.0)
+            super().join(timeout)
+
+    made._closing = [Stuck(target=never.wait) for _ in range(3)]
+    for thread in made._closing:
+        thread.start()
+    made.describe(WorkerOp("describe"), WorkerReply(0))
+    never.set()
+    assert 0 < waits[0] <= 0.2
+    assert waits[1:] == [0.0, 0.0]
+
+
 def test_a_receiver_of_ours_is_found_without_a_look_at_all_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
 
