@@ -58,7 +58,7 @@ def receiver_class(name: str) -> Callable[[Ticket], Receiver]:
         LocalError: it is in neither, or does not exist.
     """
     module, _, attribute = name.partition(":")
-    # Looking through all that is installed takes twenty milliseconds: not for our own, between two steps of a model.
+    # Looking through all that is installed takes milliseconds: not for our own, between two steps of a model.
     if not module.startswith("pitstop.") and name not in _declared():
         raise LocalError(f"{name} is neither Pitstop's nor a declared entry point in the group pitstop.receivers")
     try:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from pitstop.engine import prints
 from pitstop.engine.drift import Drifted, Reading, Remembered
 from pitstop.engine.errors import PitstopError, ReadingCutShort, RemoteError, WeightsDrifted
 from pitstop.engine.handle import RefitHandle
@@ -281,6 +282,17 @@ class _Careful(SimulatedBackend):
         if op.verb == "fingerprint" and self.engine is not None:
             self.read_in.append(self.engine.phase())
         return await super().call_workers(op)
+
+
+async def test_what_a_resumed_engine_makes_first_comes_before_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = _Slow()
+    async with SimFleet([backend]) as engine:
+        await engine.verify()
+        monkeypatch.setattr(prints, "_SETTLING", 3600)
+        backend.asked.clear()
+        assert (await engine.refit_to(1)).outcome is Outcome.COMMITTED
+        await asyncio.sleep(0.05)
+        assert backend.asked == []
 
 
 async def test_nothing_begins_to_read_weights_that_a_refit_is_about_to_change() -> None:
